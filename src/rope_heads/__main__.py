@@ -1,0 +1,107 @@
+"""Command line `rope-heads`. Commands are declared here; what they do is imported when they run, so that --help is fast.
+
+A bad value ends with one line on stderr and exit code 2: argparse types check what can be checked here, and a handler that finds out
+later raises argparse.ArgumentTypeError.
+"""
+
+import argparse
+import sys
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def positive(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be > 0, got {text}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+
+
+def parameter(text: str) -> tuple:
+    """`seed=3` as ("seed", 3); a value that is not a Python literal is a word."""
+    import ast
+
+    name, sign, value = text.partition("=")
+    if not sign or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"must look like NAME=VALUE, got {text!r}")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def book(arguments) -> int:
+    from rope_heads import pages
+    from rope_heads.artefacts import repository
+
+    root = repository()
+    if root is None:
+        raise argparse.ArgumentTypeError("works in a checkout of the repository only: clone it and run `make book` there")
+    return pages.build(root, mode=arguments.mode, only=arguments.only, force=arguments.force, minutes=arguments.time_limit,
+                       extra=dict(arguments.parameter))
+
+
+def check_data(arguments) -> int:
+    from rope_heads import artefacts
+
+    folder = artefacts.data_folder()
+    if arguments.update:
+        print(f"data/manifest.json lists {artefacts.write_manifest(folder)} files")
+        return 0
+    count, problems = artefacts.check_data(folder)
+    for problem in problems:
+        print(f"data/{problem}", file=sys.stderr)
+    print(f"{count} files listed in data/manifest.json, {len(problems)} problems" if problems else f"all {count} files of data/ are as listed")
+    return 1 if problems else 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="rope-heads", description="Position or Symbol? Runs and checks the book.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+
+    command = commands.add_parser(
+        "book", help="execute the chapters and render the site",
+        description="Executes each chapter that changed, one process a chapter, and renders the site to _build/html. Writes _build/ only. "
+        "Mode quick takes about ten minutes on two cores, full takes days; a second run without changes takes seconds.")
+    command.add_argument("--mode", choices=("quick", "full"), default="quick", help="quick: frozen runs where live ones take long; full: all anew")
+    command.add_argument("--only", metavar="CHAPTER", help="execute this chapter alone and render a preview to _build/preview")
+    command.add_argument("--force", action="store_true", help="execute also what is up to date")
+    command.add_argument("--parameter", metavar="NAME=VALUE", type=parameter, action="append", default=[],
+                         help="a value for the chapters' parameters cells; a chapter that does not declare it fails")
+    command.add_argument("--time-limit", metavar="MINUTES", type=positive,
+                         help="longest time of a cell (default 30, full: 2 days); a chapter may take twice that")
+    command.set_defaults(handler=book)
+
+    command = commands.add_parser(
+        "check-data", help="compare data/ with its manifest",
+        description="Compares every file of data/ with data/manifest.json and names what is missing, altered or not listed. "
+        "Takes a second; writes nothing unless --update is given.")
+    command.add_argument("--update", action="store_true", help="write data/manifest.json anew from what is there")
+    command.set_defaults(handler=check_data)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    try:
+        return arguments.handler(arguments) or 0
+    except argparse.ArgumentTypeError as error:
+        print(f"rope-heads {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"rope-heads {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

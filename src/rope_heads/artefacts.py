@@ -1,0 +1,156 @@
+"""Reading and writing data/: where it lies, whole files or none, checksums, and where each table comes from.
+
+Everything under data/ is listed in data/manifest.json with its size and sha256; `rope-heads check-data` compares.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+UNLISTED = {"README.md", "manifest.json"}  # the two files of data/ that describe the others
+VERSIONED = ("rope-heads", "torch", "numpy")  # packages whose version goes into the provenance of a table
+
+
+def repository() -> Path | None:
+    """The checkout this package runs from, or None when it was installed from a wheel."""
+    root = PACKAGE.parents[1]
+    return root if (root / "pyproject.toml").is_file() and PACKAGE == root / "src" / "rope_heads" else None
+
+
+def data_folder() -> Path:
+    """data/ of the checkout; without a checkout the copy inside the wheel, which holds data/published only."""
+    root = repository()
+    return root / "data" if root else PACKAGE / "data"
+
+
+def data_path(name: str) -> Path:
+    """Path of an existing file of data/, named as in the repository without the leading data/ (`published/curves.json`)."""
+    path = data_folder() / name
+    if not path.exists():
+        where = "run this from a checkout of the repository" if repository() is None else "see data/README.md for the command that makes it"
+        raise FileNotFoundError(f"data/{name} is not here: {where}")
+    return path
+
+
+@contextlib.contextmanager
+def atomic(path):
+    """Yields a temporary path beside `path`; on success it replaces `path` in one step, on an error nothing changes.
+
+    A reader sees the old file or the new one, never half of it, also after a power cut or on a full disk.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb+") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if os.name == "posix":  # the new name itself must reach the disk too
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def write_bytes(path, content: bytes) -> None:
+    with atomic(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def provenance(command: str, seconds: float | None = None, seed: int | None = None, **more) -> dict:
+    """Where a table comes from: the command that makes it again, versions, seconds, seed, and what else the caller names."""
+    versions = {"python": platform.python_version()}
+    for name in VERSIONED:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"command": command, "seconds": seconds, "seed": seed, "made": made, "versions": versions, **more}
+
+
+def write_json(path, value, origin: dict) -> None:
+    """JSON file {"provenance": origin, "data": value}."""
+    text = json.dumps({"provenance": origin, "data": value}, indent=1, ensure_ascii=False, allow_nan=False)
+    write_bytes(path, (text + "\n").encode())
+
+
+def read_json(path) -> tuple[object, dict]:
+    """(value, provenance) of a file written by `write_json`."""
+    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or set(content) != {"provenance", "data"}:
+        raise ValueError(f"{path} must hold exactly 'provenance' and 'data': write it with artefacts.write_json")
+    return content["data"], content["provenance"]
+
+
+def write_parquet(path, frame, origin: dict) -> None:
+    """Parquet table of a pandas frame; the provenance travels in the file's own metadata."""
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pandas(frame, preserve_index=False)
+    table = table.replace_schema_metadata({**table.schema.metadata, b"rope_heads": json.dumps(origin).encode()})
+    with atomic(path) as temporary:
+        pyarrow.parquet.write_table(table, temporary, compression="zstd")
+
+
+def read_parquet(path) -> tuple[object, dict]:
+    """(pandas frame, provenance) of a file written by `write_parquet`."""
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(path)
+    metadata = table.schema.metadata or {}
+    if b"rope_heads" not in metadata:
+        raise ValueError(f"{path} does not say where it comes from: write it with artefacts.write_parquet")
+    return table.to_pandas(), json.loads(metadata[b"rope_heads"])
+
+
+def sha256(path) -> str:
+    with open(path, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def describe(folder: Path) -> dict[str, dict]:
+    """{path: {"bytes", "sha256"}} of every file under `folder`, sorted by path, without README.md and manifest.json at its top."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = [(path.relative_to(folder).as_posix(), path) for path in files]
+    return {name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for name, path in names if name not in UNLISTED}
+
+
+def write_manifest(folder: Path) -> int:
+    """Lists every file of `folder` in its manifest.json; returns how many."""
+    files = describe(folder)
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in files.items())
+    write_bytes(folder / "manifest.json", ('{"files": {\n' + lines + "\n}}\n").encode())
+    return len(files)
+
+
+def check_data(folder: Path) -> tuple[int, list[str]]:
+    """(number of files listed, what is wrong), comparing `folder` with its manifest.json: one line for each file."""
+    manifest = folder / "manifest.json"
+    try:
+        listed = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in listed.items()}
+    except FileNotFoundError:
+        return 0, ["manifest.json is missing: restore it from the repository"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return 0, [f"manifest.json cannot be read ({type(error).__name__}: {error}): restore it from the repository"]
+    found = describe(folder)
+    problems = []
+    for name, (size, digest) in expected.items():
+        if name not in found:
+            problems.append(f"{name} is missing")
+        elif found[name]["bytes"] != size:
+            problems.append(f"{name} is altered: {found[name]['bytes']} bytes, expected {size}")
+        elif found[name]["sha256"] != digest:
+            problems.append(f"{name} is altered: sha256 {found[name]['sha256'][:12]}..., expected {digest[:12]}...")
+    problems += [f"{name} is not listed" for name in found if name not in expected]
+    return len(expected), problems
