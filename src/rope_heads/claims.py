@@ -1,0 +1,327 @@
+"""The ledger of claims and the rules that judge them.
+
+`data/published/claims.toml` lists every claim with its statistic and rule; it was committed before the runs that decide it.
+Here are the rules, as pure functions from values to a verdict.
+
+Values of a claim: {value name: {label: number}}. A label is a seed ("3"), a named case ("theta = 2 pi/5") or, for heads of one
+run or layers of one model, "cluster/member". `inf` means never reached (a run that never crosses a level); nan is refused.
+
+Each part of a claim names a *good* region and a wider *weak* region (`at_least`, `at_most` or `within`, and `limit`).
+
+- `median`: the interval of the median over seeds lies in the good region: holds; it misses the weak region: does not hold; else
+  holds with a limit. The interval runs from the k-th smallest to the k-th largest value, k as large as a coverage of 90 % allows. It
+  needs no distribution, and a run that never arrives counts as it should, where a t interval would need normal values and a number for
+  "never". Coverage is 92.97 % for 8 seeds (2nd to 7th value) and 93.75 % for 5 (all of them), so each verdict errs at most one time in
+  twenty to its side, and one seed in eight may stand apart. Fewer than 5 seeds allow no such interval: see `_few`.
+  `every = true` asks the same of each seed: one that leaves the good region puts a limit on the claim.
+- `shift`: difference or ratio of two independent groups of seeds, the Hodges-Lehmann estimate with the interval that belongs to the
+  Mann-Whitney test (exact distribution, coverage at least 90 %). A part with a `family` also needs its adjusted p <= alpha to hold.
+- `correlation`: Spearman's rank correlation over runs, or Pearson's, with a 90 % bootstrap interval that draws whole clusters.
+- `cases`: numbers without sampling error (a theorem on listed cases, a published table recomputed). No interval. quantifier `all`: every
+  case is good: holds; one case misses the weak region: does not hold. quantifier `some`: one good case is enough.
+- `untestable`: says why.
+
+Parts combine to the worst verdict; a part with `qualifies = true` can put a limit on a claim but not overturn it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+HOLDS, LIMIT, FAILS, UNTESTED = "holds", "holds with a limit", "does not hold", "not testable here"
+COVERAGE = 0.90
+FIRST_EXCLUDED_SEED = 100  # calibration and trial runs; never part of a verdict
+Values = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One judged claim or part. `interval` is None where nothing was sampled; `coverage` is that interval's own."""
+
+    verdict: str
+    estimate: float
+    interval: tuple[float, float] | None
+    n: int
+    reason: str
+    coverage: float = math.nan
+    parts: tuple[tuple[str, "Verdict"], ...] = ()
+
+
+@dataclass(frozen=True)
+class Ledger:
+    header: dict
+    claims: dict[str, dict]
+
+
+def folder() -> Path:
+    """data/published of the checkout, or of the installed wheel."""
+    here = Path(__file__).resolve().parent
+    checkout = here.parents[1] / "data" / "published"
+    return checkout if checkout.is_dir() else here / "data" / "published"
+
+
+def read_ledger(path: Path | None = None) -> Ledger:
+    """Claims by id, in the order of the file. Raises ValueError on a repeated id."""
+    content = tomllib.loads((path or folder() / "claims.toml").read_text(encoding="utf-8"))
+    claims: dict[str, dict] = {}
+    for claim in content["claim"]:
+        if claim["id"] in claims:
+            raise ValueError(f"claim ids must be unique, got {claim['id']!r} twice: rename one in claims.toml")
+        claims[claim["id"]] = claim
+    return Ledger(content["ledger"], claims)
+
+
+def fingerprint(claim: Mapping) -> str:
+    """sha256 over the fields that bear the rule: what is measured, on what, and how it is judged (not wording, notes or chapter)."""
+    bearing = {key: claim[key] for key in ("id", "kind", "claim", "statistic", "unit", "runs", "published", "part")}
+    return hashlib.sha256(json.dumps(bearing, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+# ---- intervals -------------------------------------------------------------------------------------------------------------------
+
+
+def median_interval(values, coverage: float = COVERAGE) -> tuple[float, float, float] | None:
+    """(low, high, actual coverage) for the median of `values` [n], or None when even the whole range covers less.
+
+    P(k-th smallest <= median <= k-th largest) >= 1 - 2 P(Binomial(n, 1/2) <= k - 1).
+    """
+    ordered, n = np.sort(np.asarray(values, float)), len(values)
+    for k in range((n + 1) // 2, 0, -1):
+        actual = 1 - 2 * stats.binom.cdf(k - 1, n, 0.5)
+        if actual >= coverage:
+            return float(ordered[k - 1]), float(ordered[n - k]), float(actual)
+    return None
+
+
+def _mann_whitney_counts(n: int, m: int) -> np.ndarray:
+    """Number of arrangements with U = 0 .. n*m, for two samples without ties (recurrence over the largest value)."""
+    table = {(i, j): np.ones(1) for i in range(n + 1) for j in range(m + 1) if i == 0 or j == 0}
+    for i in range(1, n + 1):
+        for j in range(1, m + 1):
+            counts = np.zeros(i * j + 1)
+            counts[j:] += table[i - 1, j]
+            counts[: i * (j - 1) + 1] += table[i, j - 1]
+            table[i, j] = counts
+    return table[n, m]
+
+
+def shift_interval(first, second, coverage: float = COVERAGE) -> tuple[float, float, float, float] | None:
+    """Hodges-Lehmann shift of `first` [n] over `second` [m]: (estimate, low, high, actual coverage), or None when n, m are too small."""
+    a, b = np.asarray(first, float)[:, None], np.asarray(second, float)[None, :]
+    with np.errstate(invalid="ignore"):
+        pairs = a - b
+    pairs = np.sort(np.where(np.isnan(pairs), 0.0, pairs).ravel())  # two runs that never arrive are a tie
+    cumulative = np.cumsum(_mann_whitney_counts(len(a), b.size)) / math.comb(len(a) + b.size, b.size)
+    allowed = np.flatnonzero(1 - 2 * cumulative >= coverage)
+    if not len(allowed):
+        return None
+    k = int(allowed[-1])
+    return _middle(pairs), float(pairs[k]), float(pairs[-1 - k]), float(1 - 2 * cumulative[k])
+
+
+def _middle(ordered: np.ndarray) -> float:
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return float(low) if low == high else float((low + high) / 2)  # (inf + inf) / 2 is fine, inf - inf never arises
+
+
+def one_sided_p(first, second) -> float:
+    """Exact P(rank sum of `first` at least as large) over all divisions of the pooled values; ties keep their mid-ranks."""
+    pooled = np.concatenate([np.asarray(first, float), np.asarray(second, float)])
+    ranks, n = stats.rankdata(pooled), len(first)
+    result = stats.permutation_test((ranks[:n], ranks[n:]), lambda x, y, axis: x.sum(axis=axis), vectorized=True,
+                                    permutation_type="independent", n_resamples=np.inf, alternative="greater")
+    return float(result.pvalue)
+
+
+def clustered_correlation(x, y, clusters, method: str = "spearman", coverage: float = COVERAGE, draws: int = 4000):
+    """(correlation, low, high): percentile bootstrap that draws whole clusters with replacement, seed 0. All arguments have length n."""
+    x, y = (stats.rankdata(v) if method == "spearman" else np.asarray(v, float) for v in (x, y))
+    members = [np.flatnonzero(np.asarray(clusters) == c) for c in dict.fromkeys(clusters)]
+    rng, sampled = np.random.default_rng(0), []
+    for _ in range(draws):
+        rows = np.concatenate([members[i] for i in rng.integers(len(members), size=len(members))])
+        if np.ptp(x[rows]) > 0 and np.ptp(y[rows]) > 0:
+            sampled.append(np.corrcoef(x[rows], y[rows])[0, 1])
+    low, high = np.quantile(sampled, [(1 - coverage) / 2, (1 + coverage) / 2])
+    return float(np.corrcoef(x, y)[0, 1]), float(low), float(high)
+
+
+# ---- one part --------------------------------------------------------------------------------------------------------------------
+
+
+def _regions(part: Mapping) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Good and weak region of a part, as closed intervals."""
+    if "at_least" in part:
+        return (part["at_least"], math.inf), (part.get("limit", part["at_least"]), math.inf)
+    if "at_most" in part:
+        return (-math.inf, part["at_most"]), (-math.inf, part.get("limit", part["at_most"]))
+    return tuple(part["within"]), tuple(part.get("limit", part["within"]))
+
+
+def _inside(value: float, region: tuple[float, float]) -> bool:
+    return region[0] <= value <= region[1]
+
+
+def _column(part: Mapping, values: Values, key: str = "value") -> dict[str, float]:
+    name = part[key]
+    if name not in values:
+        raise ValueError(f"value {name!r} is missing, got {sorted(values)}: the chapter that decides the claim must write it")
+    column = {str(label): float(v) for label, v in values[name].items()}
+    for label, v in column.items():
+        if math.isnan(v):
+            raise ValueError(f"value {name!r} of {label!r} is nan, expected a number (inf for never): mend the measurement")
+        if part["kind"] in ("median", "shift") and label.isdigit() and int(label) >= FIRST_EXCLUDED_SEED:
+            raise ValueError(f"seed {label} of {name!r} is a calibration seed, expected seeds below {FIRST_EXCLUDED_SEED}: leave it out")
+    return column
+
+
+def _sorted_out(low: float, high: float, part: Mapping) -> str:
+    good, weak = _regions(part)
+    if _inside(low, good) and _inside(high, good):
+        return HOLDS
+    return FAILS if high < weak[0] or low > weak[1] else LIMIT
+
+
+def _say(part: Mapping) -> str:
+    good, weak = _regions(part)
+    text = f"asked: {good[0]:g} to {good[1]:g}" if "within" in part else (
+        f"asked: at least {good[0]:g}" if "at_least" in part else f"asked: at most {good[1]:g}")
+    return text if good == weak else text + f"; weak: {weak[0]:g} to {weak[1]:g}"
+
+
+def _few(column: Mapping[str, float], part: Mapping) -> str:
+    """Fewer than five runs: agreement of all of them can at most hold with a limit; contradiction by all of them is one."""
+    good, weak = _regions(part)
+    return FAILS if not any(_inside(v, weak) for v in column.values()) else LIMIT
+
+
+def _median(part, values, _p) -> Verdict:
+    column = _column(part, values)
+    n, estimate = len(column), float(np.median(list(column.values()))) if column else math.nan
+    if n < part.get("min_seeds", 5):
+        return Verdict(UNTESTED, estimate, None, n, f"{n} runs, the rule needs {part.get('min_seeds', 5)}")
+    good, _ = _regions(part)
+    passing = sum(_inside(v, good) for v in column.values())
+    reason = f"{_say(part)}; {passing} of {n} pass"
+    found = median_interval(list(column.values()))
+    if found is None:
+        return Verdict(_few(column, part), estimate, None, n, f"{reason}; {n} runs allow no interval, so at most a limited verdict")
+    verdict = _sorted_out(found[0], found[1], part)
+    if verdict == HOLDS and part.get("every") and passing < n:
+        verdict, reason = LIMIT, reason + ", the claim says all"
+    return Verdict(verdict, estimate, found[:2], n, reason, found[2])
+
+
+def _shift(part, values, p) -> Verdict:
+    first, second = _column(part, values, "value"), _column(part, values, "against")
+    n, ratio = min(len(first), len(second)), part.get("scale", "difference") == "ratio"
+    if n < part.get("min_seeds", 5):
+        return Verdict(UNTESTED, math.nan, None, n, f"{len(first)} and {len(second)} runs, the rule needs {part.get('min_seeds', 5)} each")
+    a, b = (np.array(list(c.values())) for c in (first, second))
+    estimate, low, high, actual = shift_interval(np.log(a), np.log(b)) if ratio else shift_interval(a, b)
+    if ratio:
+        estimate, low, high = (float(np.exp(v)) for v in (estimate, low, high))
+    verdict, reason = _sorted_out(low, high, part), _say(part)
+    if "family" in part:
+        if p is None:
+            raise ValueError(f"part {part['name']!r} belongs to family {part['family']!r}, expected its adjusted p: call judge_all")
+        reason += f"; adjusted p = {p:.4g}"
+        if verdict == HOLDS and p > 0.05:
+            verdict = LIMIT
+    return Verdict(verdict, estimate, (low, high), n, reason, actual)
+
+
+def _correlation(part, values, _p) -> Verdict:
+    x, y = _column(part, values, "value"), _column(part, values, "against")
+    if set(x) != set(y):
+        raise ValueError(f"labels of {part['value']!r} and {part['against']!r} must be the same, they differ in {sorted(set(x) ^ set(y))[:5]}")
+    clusters = [label.split("/")[0] for label in x]
+    n = len(set(clusters))
+    if n < part.get("min_seeds", 5):
+        return Verdict(UNTESTED, math.nan, None, n, f"{n} clusters, the rule needs {part.get('min_seeds', 5)}")
+    estimate, low, high = clustered_correlation(list(x.values()), [y[k] for k in x], clusters, part.get("method", "spearman"))
+    return Verdict(_sorted_out(low, high, part), estimate, (low, high), n, f"{_say(part)}; {len(x)} points in {n} clusters", COVERAGE)
+
+
+def _cases(part, values, _p) -> Verdict:
+    column = _column(part, values)
+    if not column:
+        return Verdict(UNTESTED, math.nan, None, 0, "no case was measured")
+    good, weak = _regions(part)
+    in_good, in_weak = [k for k, v in column.items() if _inside(v, good)], [k for k, v in column.items() if _inside(v, weak)]
+    if part.get("quantifier", "all") == "all":
+        verdict = HOLDS if len(in_good) == len(column) else LIMIT if len(in_weak) == len(column) else FAILS
+        away = {k: max(good[0] - v, v - good[1]) for k, v in column.items()}
+        shown = max(away, key=away.get)
+    else:
+        verdict = HOLDS if in_good else LIMIT if in_weak else FAILS
+        shown = min(column, key=lambda k: max(good[0] - column[k], column[k] - good[1]))
+    return Verdict(verdict, column[shown], None, len(column), f"{_say(part)}; {len(in_good)} of {len(column)} cases pass; shown: {shown}")
+
+
+def _untestable(part, _values, _p) -> Verdict:
+    return Verdict(UNTESTED, math.nan, None, 0, part["reason"])
+
+
+KINDS = {"median": _median, "shift": _shift, "correlation": _correlation, "cases": _cases, "untestable": _untestable}
+
+
+# ---- claims ----------------------------------------------------------------------------------------------------------------------
+
+
+def judge(claim: Mapping, values: Values, adjusted: Mapping[str, float] | None = None) -> Verdict:
+    """Verdict of one claim. `adjusted`: adjusted p by part name, for parts of the family. Raises ValueError on missing or nan values.
+
+    Estimate, interval and n are those of the part that decides (the first with the worst verdict that counts, else the first).
+    """
+    judged = [(part, KINDS[part["kind"]](part, values, (adjusted or {}).get(part["name"]))) for part in claim["part"]]
+    for part in claim["part"]:
+        gate = part.get("gate")
+        if gate and np.median(list(_column({**part, "value": gate["value"]}, values).values())) < gate["at_least"]:
+            reason = f"the gate failed: median of {gate['value']} is below {gate['at_least']:g}"
+            return Verdict(UNTESTED, math.nan, None, 0, reason, parts=tuple((p["name"], v) for p, v in judged))
+    parts = tuple((part["name"], verdict) for part, verdict in judged)
+    for wanted in (FAILS, UNTESTED):
+        for part, found in judged:
+            if found.verdict == wanted and not part.get("qualifies"):
+                return Verdict(wanted, found.estimate, found.interval, found.n, f"{part['name']}: {found.reason}", found.coverage, parts)
+    for part, found in judged:
+        if found.verdict != HOLDS:
+            return Verdict(LIMIT, found.estimate, found.interval, found.n, f"{part['name']}: {found.reason}", found.coverage, parts)
+    part, found = judged[0]
+    return Verdict(HOLDS, found.estimate, found.interval, found.n, f"{part['name']}: {found.reason}", found.coverage, parts)
+
+
+def adjust(ledger: Ledger, values: Mapping[str, Values]) -> dict[str, dict[str, float]]:
+    """Benjamini-Hochberg over the one declared family: {claim id: {part name: adjusted p}}. Every member must have its values."""
+    members = [(c["id"], part) for c in ledger.claims.values() for part in c["part"] if "family" in part]
+    missing = sorted({name for name, _ in members if name not in values})
+    if missing:
+        raise ValueError(f"the family is adjusted as a whole, values of {missing} are missing: measure them first")
+    raw = []
+    for name, part in members:
+        first, second = (list(_column(part, values[name], key).values()) for key in ("value", "against"))
+        raw.append(one_sided_p(first, second))
+    out: dict[str, dict[str, float]] = {}
+    for (name, part), p in zip(members, stats.false_discovery_control(raw, method="bh"), strict=True):
+        out.setdefault(name, {})[part["name"]] = float(p)
+    return out
+
+
+def judge_all(ledger: Ledger, values: Mapping[str, Values]) -> dict[str, Verdict]:
+    """Verdicts of every claim; `values` by claim id. Claims whose parts are all untestable need none. Names the claims that lack values."""
+    needs = [c["id"] for c in ledger.claims.values() if any(part["kind"] != "untestable" for part in c["part"])]
+    missing = [name for name in needs if name not in values]
+    if missing:
+        raise ValueError(f"claims without values: {missing}: run the chapters that decide them")
+    adjusted = adjust(ledger, values)
+    return {name: judge(claim, values.get(name, {}), adjusted.get(name)) for name, claim in ledger.claims.items()}
