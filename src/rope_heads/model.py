@@ -10,13 +10,14 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from rope_heads import artefacts
 from rope_heads.rope import PAIRINGS, plane_angles, rotary_tables, rotate
 
 POSITIONS = ("rope", "learned", "alibi", "none")
@@ -43,9 +44,10 @@ class Config:
     init_std: float = 0.02
 
     def __post_init__(self):
-        for name in ("vocab_size", "layers", "heads", "width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name, least in {"vocab_size": 1, "layers": 1, "heads": 1, "width": 1, "d_head": 1, "mlp": 0, "context": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be >= {least}, got {value}")
         if self.d_head is None:
             if self.width % self.heads:
                 raise ValueError(f"width must be a multiple of heads unless d_head is given, got width {self.width}, heads {self.heads}")
@@ -60,6 +62,29 @@ class Config:
             raise ValueError("learned positions need context, the longest input: pass Config(context=...)")
 
 
+class Dropout(nn.Module):
+    """Inverted dropout. On a CPU its masks are 16 random bits a value from numpy's SFC64: a third of the cost of torch's Bernoulli draws.
+
+    `reseed` ties the masks to (seed, step), so that a resumed run draws what an uninterrupted one would have drawn.
+    """
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p, self.rng = p, np.random.Generator(np.random.SFC64(0))
+
+    def reseed(self, seed: int, step: int) -> None:
+        self.rng = np.random.Generator(np.random.SFC64([seed, step]))
+
+    def forward(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        if not self.training or self.p == 0:
+            return x
+        if x.device.type != "cpu":
+            return F.dropout(x, self.p)
+        words = self.rng.integers(0, 2**64, -(-x.numel() // 4), dtype=np.uint64)
+        bits = torch.from_numpy(words.view(np.int16)[: x.numel()]).view(x.shape)
+        return x * (bits >= round(self.p * 2**16) - 2**15).to(x.dtype).mul_(1 / (1 - self.p))
+
+
 class Attention(nn.Module):
     """Causal multi-head attention with a named position scheme.
 
@@ -71,10 +96,11 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int = 1, d_head: int | None = None, *, positions: str = "rope", rotary_dim: int | None = None,
                  base: float = 10_000.0, angles: Tensor | None = None, pairing: str = "adjacent", bias: bool = False, causal: bool = True,
-                 scale: float | None = None, dropout: float = 0.0):  # fmt: skip
+                 scale: float | None = None, dropout: nn.Module | None = None):  # fmt: skip
         super().__init__()
         self.heads, self.d_head = heads, d_head if d_head is not None else width // heads
-        self.positions, self.pairing, self.causal, self.dropout = positions, pairing, causal, dropout
+        self.positions, self.pairing, self.causal = positions, pairing, causal
+        self.dropout = dropout if dropout is not None else nn.Identity()  # on the attention pattern
         self.scale = scale if scale is not None else 1 / math.sqrt(self.d_head)
         if positions not in POSITIONS:
             raise ValueError(f"positions must be one of {POSITIONS}, got {positions!r}")
@@ -109,13 +135,12 @@ class Attention(nn.Module):
             kept = self._tables = (cos.to(like.device), sin.to(like.device))
         return kept[0][:length], kept[1][:length]
 
-    def queries_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn queries [batch, query, head, d_head] (the last rows of the input) and keys [batch, key, head, d_head] by their positions."""
-        if self.positions == "rope":
-            cos, sin = (t[:, None] for t in self.tables(k.shape[1], k))  # [position, 1, pair], the head's axis in the middle
-            rows = q.shape[1]
-            q, k = rotate(q, cos[-rows:], sin[-rows:], self.pairing), rotate(k, cos, sin, self.pairing)
-        return q, k
+    def turn(self, x: Float[Tensor, "batch position head d_head"], length: int) -> Float[Tensor, "batch position head d_head"]:
+        """Turn queries or keys, the last rows of an input of `length` tokens, by their positions."""
+        if self.positions != "rope":
+            return x
+        cos, sin = (t[length - x.shape[1] :, None] for t in self.tables(length, x))  # [position, 1, pair], the head's axis in the middle
+        return rotate(x, cos, sin, self.pairing)
 
     def bias_and_mask(self, queries: int, keys: int, device) -> Float[Tensor, "#head query key"] | None:
         """What is added to the logits: ALiBi's slope x distance and -inf for keys after the query."""
@@ -128,64 +153,63 @@ class Attention(nn.Module):
         return added.masked_fill(distance < 0, -torch.inf) if self.causal else added
 
     def project(self, x: Float[Tensor, "batch position width"], rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of the last `rows` positions, keys and values of all, each [batch, position, head, d_head], not yet turned."""
-        shape = (self.heads, self.d_head)
-        if rows == x.shape[1]:
-            return self.qkv(x).unflatten(-1, (3, *shape)).unbind(-3)
-        n = self.heads * self.d_head
-        b = self.qkv.bias
-        kv = F.linear(x, self.qkv.weight[n:], None if b is None else b[n:])
-        q = F.linear(x[:, -rows:], self.qkv.weight[:n], None if b is None else b[:n])
-        k, v = kv.unflatten(-1, (2, *shape)).unbind(-3)
-        return q.unflatten(-1, shape), k, v
+        """Turned queries of the last `rows` positions, turned keys and values of all, each [batch, position, head, d_head]."""
+        length, shape = x.shape[1], (self.heads, self.d_head)
+        if not 1 <= rows <= length:
+            raise ValueError(f"rows must be between 1 and the input's {length} positions, got {rows}")
+        if rows == length:  # queries and keys turn together
+            qk, v = self.qkv(x).split((2 * self.heads * self.d_head, self.heads * self.d_head), dim=-1)
+            q, k = self.turn(qk.unflatten(-1, (2 * self.heads, self.d_head)), length).split(self.heads, dim=-2)
+            return q, k, v.unflatten(-1, shape)
+        n, b = self.heads * self.d_head, self.qkv.bias
+        q = F.linear(x[:, -rows:], self.qkv.weight[:n], None if b is None else b[:n]).unflatten(-1, shape)
+        k, v = F.linear(x, self.qkv.weight[n:], None if b is None else b[n:]).unflatten(-1, (2, *shape)).unbind(-3)
+        return self.turn(q, length), self.turn(k, length), v
 
     def logits(self, x: Float[Tensor, "batch position width"], rows: int | None = None) -> Float[Tensor, "batch head query key"]:
         """Scaled attention logits of the last `rows` queries (default all), -inf where causality forbids the key."""
         rows = x.shape[1] if rows is None else rows
         q, k, _ = self.project(x, rows)
-        q, k = self.queries_keys(q, k)
         scores = self.scale * torch.einsum("bqhd,bkhd->bhqk", q, k)  # [batch, head, query, key]
         return scores + self.bias_and_mask(rows, x.shape[1], x.device).to(scores.dtype)
 
     def forward(self, x: Float[Tensor, "batch position width"], rows: int | None = None) -> Float[Tensor, "batch query width"]:
         """Output for the last `rows` positions (default all)."""
-        rows = x.shape[1] if rows is None else rows
-        q, k, v = self.project(x, rows)
-        q, k = self.queries_keys(q, k)
-        mixed = self.mix(q, k, v)  # [batch, query, head, d_head]
-        return self.out(mixed.flatten(-2))
+        q, k, v = self.project(x, x.shape[1] if rows is None else rows)
+        return self.out(self.mix(q, k, v).flatten(-2))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "batch query head d_head"]:
         """Softmax-weighted mean of the values. Long inputs go through the fused kernel, which keeps no query x key matrix."""
-        if self.training or k.shape[1] <= 64:
+        queries, keys = q.shape[1], k.shape[1]
+        if self.training or keys <= 64:
             # in fp32 whatever the autocast: at 17 tokens the product is cheap, and logits near 75 lose their differences in bf16
             with torch.autocast(q.device.type, enabled=False):
                 q, k, v = (t.transpose(1, 2).to(torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v))  # [batch, head, position, d_head]
-                scores = torch.matmul(q * self.scale, k.transpose(-1, -2)) + self.bias_and_mask(q.shape[2], k.shape[2], q.device).to(q.dtype)
-                pattern = F.dropout(scores.softmax(-1), self.dropout, self.training)  # [batch, head, query, key]
-                return torch.matmul(pattern, v).transpose(1, 2)
+                scores = torch.matmul(q, k.transpose(-1, -2)) * self.scale + self.bias_and_mask(queries, keys, q.device).to(q.dtype)
+                return torch.matmul(self.dropout(scores.softmax(-1)), v).transpose(1, 2)
         q, k, v = (t.transpose(1, 2).to(v.dtype) for t in (q, k, v))
-        whole = q.shape[2] == k.shape[2] and self.causal and self.positions != "alibi"
-        mask = None if whole else self.bias_and_mask(q.shape[2], k.shape[2], q.device).to(q.dtype)
+        whole = queries == keys and self.causal and self.positions != "alibi"
+        mask = None if whole else self.bias_and_mask(queries, keys, q.device).to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole, scale=self.scale).transpose(1, 2)
 
 
 class Block(nn.Module):
     """GPT-J's parallel block, y = x + attention(norm x) + mlp(norm x); with mlp = 0 the attention-only block of the toy models."""
 
-    def __init__(self, c: Config):
+    def __init__(self, c: Config, dropout: Dropout):
         super().__init__()
         self.norm = nn.LayerNorm(c.width, c.norm_eps)
         self.attention = Attention(c.width, c.heads, c.d_head, positions=c.positions, rotary_dim=c.rotary_dim, base=c.base,
-                                   pairing=c.pairing, bias=c.bias, dropout=c.dropout)  # fmt: skip
+                                   pairing=c.pairing, bias=c.bias, dropout=dropout)  # fmt: skip
         self.mlp = nn.Sequential(nn.Linear(c.width, c.mlp), nn.GELU(), nn.Linear(c.mlp, c.width)) if c.mlp else None
-        self.dropout = c.dropout
+        self.dropout = dropout
 
     def forward(self, x: Float[Tensor, "batch position width"], rows: int | None = None) -> Float[Tensor, "batch query width"]:
-        rows = x.shape[1] if rows is None else rows
         h = self.norm(x)
-        y = x[:, -rows:] + F.dropout(self.attention(h, rows), self.dropout, self.training)
-        return y if self.mlp is None else y + F.dropout(self.mlp(h[:, -rows:]), self.dropout, self.training)
+        attended = self.dropout(self.attention(h, rows))
+        if rows is not None:  # the last rows are wanted alone; slicing costs a copy in the backward pass, so not otherwise
+            x, h = x[:, -rows:], h[:, -rows:]
+        return x + attended if self.mlp is None else x + attended + self.dropout(self.mlp(h))
 
 
 class Transformer(nn.Module):
@@ -196,7 +220,8 @@ class Transformer(nn.Module):
         self.config = c = config
         self.embedding = nn.Embedding(c.vocab_size, c.width)
         self.position_embedding = nn.Embedding(c.context, c.width) if c.positions == "learned" else None
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
+        self.dropout = Dropout(c.dropout)  # one for all blocks, so that one call seeds every mask
+        self.blocks = nn.ModuleList(Block(c, self.dropout) for _ in range(c.layers))
         self.norm = nn.LayerNorm(c.width, c.norm_eps)
         self.unembedding = nn.Linear(c.width, c.vocab_size)
         for module in self.modules():
@@ -211,7 +236,7 @@ class Transformer(nn.Module):
             if tokens.shape[1] > self.config.context:
                 raise ValueError(f"learned positions end at {self.config.context} tokens, got an input of {tokens.shape[1]}")
             x = x + self.position_embedding.weight[: tokens.shape[1]]
-        return F.dropout(x, self.config.dropout, self.training)
+        return self.dropout(x)
 
     def forward(self, tokens: Int[Tensor, "batch position"], last: bool = False) -> Float[Tensor, "batch query vocab"]:
         """Logits at every position; with `last` at the query alone, [batch, 1, id]: the last block then works on one row."""
@@ -236,17 +261,16 @@ class Transformer(nn.Module):
 
     def save(self, path: str | os.PathLike) -> None:
         """Write weights and configuration as safetensors, atomically, with a checksum that `load` verifies."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        path = Path(path)
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
-        metadata = {"config": json.dumps(dataclasses.asdict(self.config)), "sha256": _digest(tensors)}
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+        config = json.dumps(dataclasses.asdict(self.config))
         try:
-            save_file(tensors, temporary, metadata)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+            with artefacts.atomic(path) as temporary:
+                save_file(tensors, temporary, {"config": config, "sha256": _digest(tensors, config)})
+        except SafetensorError as error:
+            raise OSError(f"{path} was not written ({error}); what stood there before is unchanged") from None
 
     @staticmethod
     def load(path: str | os.PathLike) -> "Transformer":
@@ -257,12 +281,14 @@ class Transformer(nn.Module):
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except SafetensorError as error:
+        except FileNotFoundError:
+            raise
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is not a complete safetensors file ({error}); fetch or train it again") from None
         if "config" not in metadata or "sha256" not in metadata:
             raise ValueError(f"{path} holds no model of this project: its metadata lacks config or sha256")
-        if _digest(tensors) != metadata["sha256"]:
-            raise ValueError(f"{path} was altered: its weights do not match the checksum stored with them; fetch or train it again")
+        if _digest(tensors, metadata["config"]) != metadata["sha256"]:
+            raise ValueError(f"{path} was altered: its content does not match the checksum stored with it; fetch or train it again")
         model = Transformer(Config(**json.loads(metadata["config"])))
         model.load_state_dict({name: t.float() for name, t in tensors.items()})
         return model.eval()
@@ -285,9 +311,9 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    """sha256 over names, types, shapes and bytes: safetensors itself notices a cut file but not a changed byte."""
-    digest = hashlib.sha256()
+def _digest(tensors: dict[str, Tensor], config: str) -> str:
+    """sha256 over configuration, names, types, shapes and bytes: safetensors itself notices a cut file but not a changed byte."""
+    digest = hashlib.sha256(config.encode())
     for name in sorted(tensors):
         t = tensors[name]
         digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())

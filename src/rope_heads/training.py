@@ -1,0 +1,308 @@
+"""Training a model on a task: recipes, a loop that resumes to the bit, accuracy by hop count along the way.
+
+Only the token after the query is predicted (P1, appendix C.2). A run is (task, recipe, seed): the seed fixes the initial weights, the
+data (the seed's own 432,000 / 2,400 / 45,600 split), their order and the dropout masks. Everything it leaves lies in one folder:
+`run.json` (what it is, versions, seconds), `log.parquet` (one row a step and hop count), `model.safetensors` (final weights),
+`step-XXXXX.safetensors` (weights kept on the way) and, while it runs, `checkpoint.safetensors`.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rope_heads import artefacts
+from rope_heads.model import Config, Transformer
+from rope_heads.tasks import TASKS, Batch
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train. The defaults are the paper's values (P1, section 3 of its released code); batch 64 for 6,750 steps is one epoch."""
+
+    name: str = "paper"
+    steps: int = 6_750
+    batch: int = 64
+    lr: float = 1e-4
+    warmup: int = 750  # steps to the full rate, then linearly down to 0 at the last step
+    beta1: float = 0.95
+    beta2: float = 0.999
+    weight_decay: float = 1e-4  # not on biases and norms
+    dropout: float = 0.1  # on embeddings, attention and residuals
+    clip: float = 0.0  # largest gradient norm; 0 = no limit
+    precision: str = "fp32"  # or "bf16": autocast, worth it only where the processor multiplies bf16 faster
+
+    def __post_init__(self):
+        for name in ("steps", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("lr", "warmup", "clip", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision must be 'fp32' or 'bf16', got {self.precision!r}")
+
+    def rate(self, step: int) -> float:
+        """Learning rate of update number `step` (0 first): linear warm-up, then linear decay to zero at the last step."""
+        up = step / self.warmup if self.warmup else 1.0
+        return self.lr * min(up, (self.steps - step) / max(1, self.steps - self.warmup))
+
+
+RECIPES = {
+    "paper": Recipe(),
+    "fast": Recipe(name="fast", steps=1_750, lr=1e-3, warmup=200, dropout=0.0),  # solves both tasks in minutes; no claim of the paper's
+}
+
+
+def accuracy_by_hops(model: Transformer, batch: Batch, chunk: int = 512) -> dict[int, float]:
+    """Share of right answers (arg max of the logits after the query, in [0, 1]) for every hop count in `batch`."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    right = []
+    with torch.inference_mode():
+        for start in range(0, len(batch.answers), chunk):
+            tokens = torch.from_numpy(batch.tokens[start : start + chunk]).to(device)
+            answers = torch.from_numpy(batch.answers[start : start + chunk]).to(device)
+            right.append((model(tokens, last=True)[:, 0].argmax(-1) == answers).cpu())
+    model.train(was_training)
+    right = torch.cat(right).numpy()
+    return {int(h): float(right[batch.hops == h].mean()) for h in np.unique(batch.hops)}
+
+
+def first_of_each(batch: Batch, count: int) -> Batch:
+    """The first `count` sequences of every hop count, in the order of `batch`."""
+    rows = np.sort(np.concatenate([np.flatnonzero(batch.hops == h)[:count] for h in np.unique(batch.hops)]))
+    return Batch(batch.tokens[rows], batch.answers[rows], batch.hops[rows])
+
+
+class Run:
+    """One training run and its folder. `Run(...).train()` starts it, or goes on from its last checkpoint.
+
+    keep: steps after which weights are kept. config: changes to `Config` (layers, heads, ...); vocabulary and dropout follow from task
+    and recipe. measure: called as measure(model, step) at every evaluation; the rows it returns go to `measures.parquet`.
+    """
+
+    def __init__(self, task: str, recipe: Recipe, seed: int, folder: str | os.PathLike, *, keep: Iterable[int] = (), config: dict | None = None,
+                 device: str = "cpu", evaluate_every: int = 50, tests_per_hop: int = 500, checkpoint_every: int = 250,
+                 measure: Callable[[Transformer, int], list[dict]] | None = None, report: Callable[[str], None] = print):  # fmt: skip
+        if task not in TASKS:
+            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+        if seed < 0:
+            raise ValueError(f"seed must be >= 0, got {seed}")
+        if evaluate_every < 1 or checkpoint_every < 1:
+            raise ValueError(f"evaluate_every and checkpoint_every must be >= 1, got {evaluate_every} and {checkpoint_every}")
+        self.task, self.recipe, self.seed, self.folder, self.keep = TASKS[task], recipe, seed, Path(folder), sorted(set(keep))
+        if self.keep and not 0 <= self.keep[0] <= self.keep[-1] <= recipe.steps:
+            raise ValueError(f"kept steps must be between 0 and {recipe.steps}, got {self.keep[0]} to {self.keep[-1]}")
+        self.device, self.evaluate_every, self.tests_per_hop, self.checkpoint_every = device, evaluate_every, tests_per_hop, checkpoint_every
+        self.measure, self.report = measure, report
+        self.config = Config(**{"vocab_size": self.task.vocabulary_size, "dropout": recipe.dropout, **(config or {})})
+        self.identity = {"task": task, "seed": seed, "recipe": dataclasses.asdict(recipe), "config": dataclasses.asdict(self.config)}
+        self.log: list[dict] = []
+        self.measures: list[dict] = []
+        self.step, self.seconds = 0, 0.0
+
+    checkpoint = property(lambda self: self.folder / "checkpoint.safetensors")
+    final = property(lambda self: self.folder / "model.safetensors")
+    title = property(lambda self: f"{self.task.name} {self.recipe.name} seed {self.seed}")
+
+    def train(self) -> Transformer:
+        """The trained model, in evaluation mode. A finished run is read, an interrupted one goes on, another one's folder is refused."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._claim_folder()
+        if self.final.exists():
+            return Transformer.load(self.final).to(self.device)
+        torch.manual_seed(self.seed)
+        model = Transformer(self.config).to(self.device).train()
+        optimizer = torch.optim.AdamW(parameter_groups(model, self.recipe.weight_decay), lr=self.recipe.lr,
+                                      betas=(self.recipe.beta1, self.recipe.beta2), fused=True)  # fmt: skip
+        if self.checkpoint.exists():
+            self._resume(model, optimizer)
+        tokens, answers = (torch.from_numpy(a) for a in self.task.split("train", self.seed)[:2])
+        tests = first_of_each(self.task.split("test", self.seed), self.tests_per_hop)
+        if self.step == 0:
+            self._observe(model, tests, loss=float("nan"))
+        started, began_at, losses = time.perf_counter() - self.seconds, self.step, []
+        clock = time.perf_counter()
+        while self.step < self.recipe.steps:
+            rows = batch_rows(self.seed, self.step, self.recipe.batch, len(tokens))
+            losses.append(self._update(model, optimizer, tokens[rows].to(self.device), answers[rows].to(self.device)))
+            self.step += 1
+            self.seconds = time.perf_counter() - started
+            last = self.step == self.recipe.steps
+            if self.step % self.evaluate_every == 0 or last:
+                self._observe(model, tests, loss=float(torch.stack(losses).mean()))
+                losses = []
+                pace = (time.perf_counter() - clock) / (self.step - began_at)
+                self._tell(pace)
+            if self.step in self.keep:
+                model.save(self.folder / f"step-{self.step:05d}.safetensors")
+            if self.step % self.checkpoint_every == 0 and not last:
+                self._save(model, optimizer)
+        self.seconds = time.perf_counter() - started
+        self._finish(model)
+        return model.eval()
+
+    def _update(self, model: Transformer, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] = self.recipe.rate(self.step)
+        model.dropout.reseed(self.seed, self.step)
+        with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+            logits = model(tokens, last=True)[:, 0]  # [batch, id]
+        loss = F.cross_entropy(logits.float(), answers)
+        loss.backward()
+        if self.recipe.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), self.recipe.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def _observe(self, model: Transformer, tests: Batch, loss: float) -> None:
+        accuracy = accuracy_by_hops(model, tests)
+        self.log += [{"step": self.step, "hops": h, "accuracy": a, "tests": int((tests.hops == h).sum()), "loss": loss,
+                      "rate": self.recipe.rate(max(self.step - 1, 0))} for h, a in accuracy.items()]  # fmt: skip
+        if self.measure:
+            model.eval()
+            with torch.inference_mode():
+                self.measures += self.measure(model, self.step)
+            model.train()
+        self._write_tables()
+
+    def _tell(self, pace: float) -> None:
+        rows = [row for row in self.log if row["step"] == self.step]
+        shares = " ".join(f"{row['accuracy']:.2f}" for row in rows)
+        left = pace * (self.recipe.steps - self.step)
+        self.report(f"{self.title}: step {self.step}/{self.recipe.steps}  loss {rows[0]['loss']:.3f}  accuracy by hops {shares}  "
+                    f"{left / 60:.1f} min left")  # fmt: skip
+
+    def _origin(self) -> dict:
+        recipe, *changes = self.recipe.name.split(",")
+        command = f"rope-heads train --task {self.task.name} --recipe {recipe} --seed {self.seed}" + "".join(f" --set {c}" for c in changes)
+        return artefacts.provenance(command, round(self.seconds, 1), self.seed, threads=torch.get_num_threads(), device=self.device,
+                                    step=self.step, **{k: v for k, v in self.identity.items() if k != "seed"})  # fmt: skip
+
+    def _write_tables(self) -> None:
+        artefacts.write_parquet(self.folder / "log.parquet", pd.DataFrame(self.log), self._origin())
+        if self.measures:
+            artefacts.write_parquet(self.folder / "measures.parquet", pd.DataFrame(self.measures), self._origin())
+
+    def _claim_folder(self) -> None:
+        path = self.folder / "run.json"
+        if path.exists():
+            found = artefacts.read_json(path)[0]
+            different = sorted(k for k in self.identity if found.get(k) != self.identity[k])
+            if different:
+                raise ValueError(f"{self.folder} holds a run with another {', '.join(different)}: pass another folder or remove it")
+        else:
+            artefacts.write_json(path, self.identity, self._origin())
+
+    def _save(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
+        from safetensors.torch import save_file
+
+        tensors = {f"model.{name}": t for name, t in model.state_dict().items()}
+        for i, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{i}.{name}": t for name, t in state.items()}
+        with artefacts.atomic(self.checkpoint) as temporary:
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary,
+                      {"step": str(self.step), "seconds": str(self.seconds), "identity": json.dumps(self.identity)})  # fmt: skip
+
+    def _resume(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.checkpoint, "pt") as file:
+                metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
+        except SafetensorError as error:
+            raise ValueError(f"{self.checkpoint} is not a complete safetensors file ({error}): remove it to start this run again") from None
+        self.step, self.seconds = int(metadata["step"]), float(metadata["seconds"])
+        model.load_state_dict({name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
+        state = {}
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer."):
+                _, i, key = name.split(".")
+                state.setdefault(int(i), {})[key] = tensor
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        for rows, name in ((self.log, "log"), (self.measures, "measures")):
+            path = self.folder / f"{name}.parquet"
+            if path.exists():  # rows later than the checkpoint will be made again
+                rows += [row for row in artefacts.read_parquet(path)[0].to_dict("records") if row["step"] <= self.step]
+        self.report(f"{self.title}: goes on from step {self.step}")
+
+    def _finish(self, model: Transformer) -> None:
+        artefacts.write_json(self.folder / "run.json", self.identity, self._origin())
+        model.save(self.final)
+        self.checkpoint.unlink(missing_ok=True)
+
+
+def changed(recipe: Recipe, changes: dict[str, object]) -> Recipe:
+    """`recipe` with some values replaced; its name then says which, so that the runs get a folder of their own (`paper,batch=192`)."""
+    if not changes:
+        return recipe
+    types = {field.name: type(getattr(recipe, field.name)) for field in dataclasses.fields(recipe) if field.name != "name"}
+    unknown = sorted(set(changes) - set(types))
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is no part of a recipe; its parts are {', '.join(types)}")
+    try:
+        values = {name: types[name](value) for name, value in changes.items()}
+    except ValueError as error:
+        raise ValueError(f"a value of the recipe has the wrong type: {error}") from None
+    name = ",".join([recipe.name, *(f"{key}={value}" for key, value in sorted(values.items()))])
+    return dataclasses.replace(recipe, name=name, **values)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Matrices decay; biases and norms do not (as in Hugging Face's Trainer, which the released code uses)."""
+    parameters = list(model.parameters())
+    return [{"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0}]  # fmt: skip
+
+
+def batch_rows(seed: int, step: int, batch: int, size: int) -> np.ndarray:
+    """Rows of the training split in update `step`: the split's own (shuffled) order in the first epoch, a new shuffle in each later one."""
+    at = np.arange(step * batch, (step + 1) * batch)
+    rows = at % size
+    for epoch in np.unique(at // size):
+        if epoch:
+            order = np.random.default_rng([seed, int(epoch)]).permutation(size)
+            rows[at // size == epoch] = order[rows[at // size == epoch]]
+    return rows
+
+
+def run_folder(root: str | os.PathLike, task: str, recipe: str, seed: int) -> Path:
+    return Path(root) / recipe / f"{task}-{seed}"
+
+
+def train_side_by_side(runs: list[tuple[str, str, int]], root: str | os.PathLike, report: Callable[[str], None] = print) -> None:
+    """Train (task, recipe, seed) runs at the same time, one process and one thread each, through the command line.
+
+    Lines of progress are passed on as they come. RuntimeError names the runs that failed, with the end of their output.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    def one(run: tuple[str, str, int]) -> str | None:
+        task, recipe, seed = run
+        command = [sys.executable, "-u", "-m", "rope_heads", "train", "--task", task, "--recipe", recipe, "--seed", str(seed), "--runs", str(root)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
+            lines = []
+            for line in process.stdout:
+                lines.append(line.rstrip())
+                report(lines[-1])
+        return None if process.returncode == 0 else f"{' '.join(map(str, run))} ended with {process.returncode}: {' / '.join(lines[-3:])}"
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        failures = [failure for failure in pool.map(one, runs) if failure]
+    if failures:
+        raise RuntimeError("; ".join(failures))
