@@ -141,9 +141,9 @@ def assemble(root: Path, executed: Path, report: dict) -> Path:
 def with_measure(text: str | list[str], record: dict, mode: str) -> str:
     """The first cell with one line below its title: what the chapter took when it was executed."""
     title, _, rest = (text if isinstance(text, str) else "".join(text)).partition("\n")
-    line = (f"*Executed on {record['executed'][:10]} in mode {mode}: {duration(record['seconds'])}, "
-            f"{record['peak_memory_mb']} MB of memory.*")
-    return f"{title}\n\n{line}\n{rest}"
+    line = (f"Executed on {record['executed'][:10]} in mode {mode}: {duration(record['seconds'])}, "
+            f"{record['peak_memory_mb']} MB of memory.")
+    return f"{title}\n\n{{.measured}}\n{line}\n{rest}"
 
 
 def status_page(report: dict) -> str:
