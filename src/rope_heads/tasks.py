@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rope_heads.solvers import follow_letters, follow_numbers
+from rope_heads.splits import BLOCK, Split, splits_of, whole_number
+
 WINDOW = 8  # target-window tokens, where the answers are
 PRE_TARGET = 8  # tokens between the target window and the query
 QUERY = WINDOW + PRE_TARGET  # position of the query in a sequence without prefix
@@ -21,8 +24,6 @@ LENGTH = QUERY + 1
 MAX_HOPS = 4
 PAD = 0
 PREFIX_KINDS = ("own", "uniform", "repeat")
-SPLIT_SIZES = {"train": 432_000, "validation": 2_400, "test": 45_600}  # 90 / 0.5 / 9.5 %, Appendix B
-BLOCK = 2_400  # sequences that share one random stream; divides every split
 
 
 class Batch(NamedTuple):
@@ -36,67 +37,6 @@ class Batch(NamedTuple):
     tokens: np.ndarray
     answers: np.ndarray
     hops: np.ndarray
-
-
-@dataclass(frozen=True)
-class Split:
-    """One part of a data set: sequence numbers `first` to `stop - 1` of 480,000, in blocks of 2,400 with one random stream each."""
-
-    name: str
-    first: int
-    stop: int
-    seed: int
-    key: int
-
-    @property
-    def count(self) -> int:
-        return self.stop - self.first
-
-    @property
-    def block_streams(self) -> list[np.random.SeedSequence]:
-        """One stream a block. Blocks are numbered through the whole data set, so no two splits share one."""
-        blocks = range(self.first // BLOCK, self.stop // BLOCK)
-        return [np.random.SeedSequence(self.seed, spawn_key=(self.key, 0, block)) for block in blocks]
-
-    @property
-    def factor_stream(self) -> np.random.SeedSequence:
-        """The stream that shuffles hops, answers and answer positions over the split."""
-        return np.random.SeedSequence(self.seed, spawn_key=(self.key, 1, self.first // BLOCK))
-
-
-def follow_numbers(words: list[str]) -> list[int]:
-    """Positions visited in a Number sequence, query first, answer last. Integer v at position p means: go to p - v.
-
-    Works on readable words of any length. Raises ValueError when a pointer leaves the sequence.
-    """
-    position = len(words) - 1
-    visited = [position]
-    while words[position].isdigit():
-        pointer = int(words[position])
-        if not 1 <= pointer <= position:
-            raise ValueError(f"pointer at position {position} must be 1 to {position}, got {pointer}: it leaves the sequence")
-        position -= pointer
-        visited.append(position)
-    return visited
-
-
-def follow_letters(words: list[str]) -> list[int]:
-    """Positions visited in a Letter sequence, query first, answer last.
-
-    A letter+letter word points at the earlier word whose first letter is its second letter (equal duplicates: the nearest one).
-    Raises ValueError when there is none, or when different words compete: then the sequence has no answer.
-    """
-    position = len(words) - 1
-    visited = [position]
-    while not words[position][1].isdigit():
-        letter = words[position][1]
-        matches = [earlier for earlier in range(position) if words[earlier][0] == letter]
-        found = sorted({words[earlier] for earlier in matches})
-        if len(found) != 1:
-            raise ValueError(f"'{words[position]}' at position {position} must match one earlier word starting with {letter!r}, got {found}")
-        position = matches[-1]
-        visited.append(position)
-    return visited
 
 
 @cache
@@ -120,9 +60,8 @@ def _balanced(size: int, count: int, rng: np.random.Generator) -> np.ndarray:
     return rng.permutation(drawn)
 
 
-def _check_hops(count: int, hops, rng: np.random.Generator) -> np.ndarray:
-    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
-        raise ValueError(f"count must be a whole number >= 1, got {count!r}")
+def _hops_of(count: int, hops, rng: np.random.Generator) -> np.ndarray:
+    """Hop counts [prompt] from what the caller asked for."""
     if hops is None:
         return _balanced(MAX_HOPS, count, rng) + 1
     wanted = np.asarray(hops)
@@ -180,13 +119,12 @@ class Task(ABC):
         "repeat" = one token of "own", repeated.
         The paper leaves the distribution of added tokens open (Section 5, Fig. 5B).
         """
-        wanted = _check_hops(count, hops, rng)
-        if isinstance(prefix, bool) or not isinstance(prefix, (int, np.integer)) or prefix < 0:
-            raise ValueError(f"prefix must be a whole number >= 0, got {prefix!r}")
+        wanted = _hops_of(whole_number("count", count, 1), hops, rng)
+        prefix = whole_number("prefix", prefix, 0)
         if prefix_kind not in PREFIX_KINDS:
             raise ValueError(f"prefix_kind must be one of {PREFIX_KINDS}, got {prefix_kind!r}")
         position, value = self._factors(wanted, rng)
-        return Batch(*self._fill(wanted, position, value, rng, int(prefix), prefix_kind), wanted)
+        return Batch(*self._fill(wanted, position, value, rng, prefix, prefix_kind), wanted)
 
     def splits(self, seed: int) -> dict[str, Split]:
         """The 432,000 / 2,400 / 45,600 split of the data set that belongs to `seed` (>= 0).
@@ -195,10 +133,7 @@ class Task(ABC):
         Each block of 2,400 sequences has a stream of its own, spawned from (seed, task, block number), and no split shares a block
         with another. Equal sequences can still come up by chance; as in the paper, nothing removes them.
         """
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-            raise ValueError(f"seed must be a whole number >= 0, got {seed!r}")
-        stops = np.cumsum(list(SPLIT_SIZES.values())).tolist()
-        return {name: Split(name, stop - SPLIT_SIZES[name], stop, int(seed), self.key) for name, stop in zip(SPLIT_SIZES, stops)}
+        return splits_of(seed, self.key)
 
     def split(self, name: str, seed: int) -> Batch:
         """All sequences of one split ("train", "validation" or "test"), in shuffled order, without prefix."""
@@ -299,7 +234,7 @@ class NumberTask(Task):
         path = self._path(hops, position, rng)
         answers = first_letter + value
         core = np.empty((count, LENGTH), dtype=np.int64)
-        core[:, :WINDOW] = rng.integers(first_letter, first_letter + self.letters, (count, WINDOW), dtype=np.uint8)
+        core[:, :WINDOW] = rng.integers(first_letter, first_letter + self.letters, (count, WINDOW), dtype=np.uint16)
         for place in range(WINDOW, QUERY):
             core[:, place] = rng.integers(1, place + 1, count, dtype=np.uint8)
         for step in range(MAX_HOPS):  # steps after the answer write a 0 at the answer position; the answer replaces it
@@ -346,7 +281,7 @@ class LetterTask(Task):
         rows = np.arange(count)
         path = self._path(hops, position, rng)
         letter, answer_digit = value // self.digits, value % self.digits
-        rank = rng.random((count, self.letters), dtype=np.float32)
+        rank = rng.random((count, self.letters))
         rank[rows, letter] = -1.0
         order = np.argsort(rank, axis=1)  # [prompt, letter]: answer letter, chain letters from the answer to the query, then the pool
 
