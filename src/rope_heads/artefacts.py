@@ -73,7 +73,7 @@ def provenance(command: str, seconds: float | None = None, seed: int | None = No
     for name in VERSIONED:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"command": command, "seconds": seconds, "seed": seed, "made": made, "versions": versions, **more}
 
 

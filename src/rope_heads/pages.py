@@ -9,10 +9,10 @@ import datetime
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from rope_heads import runner
@@ -22,65 +22,64 @@ RENDER = "import sys; from jupyter_book.cli.main import main; main(sys.argv[1:])
 
 
 def build(root: Path, mode: str = "quick", only: str | None = None, force: bool = False, minutes: float | None = None,
-          extra: dict | None = None, say=print) -> int:
-    """Executes and renders the book under `root`; returns the exit code: 0, or 1 when a chapter or the rendering failed."""
-    build_folder = root / "_build"
-    with one_at_a_time(build_folder):
-        restore(build_folder / "html")
-        try:
-            return _build(root, mode, only, force, minutes, extra or {}, lambda text: say(text, flush=True))
-        except (runner.ChapterError, OSError) as error:
-            message = str(error) if isinstance(error, runner.ChapterError) else f"the book was not built: {error}"
-            print(f"\nFAILED  {message}", file=sys.stderr, flush=True)
-            old = built(build_folder / "html")
-            if old:
-                print(f"_build/html still shows the build of {old}; nothing of this run is in it.", file=sys.stderr)
-            return 1
+          extra: dict | None = None) -> int:
+    """Executes what changed of the book under `root` and renders it; returns the exit code: 0, or 1 when something failed.
 
-
-def _build(root, mode, only, force, minutes, extra, say) -> int:
-    build_folder, notebooks = root / "_build", runner.chapters(root)
-    names = [path.stem for path in notebooks]
-    if only is not None and only not in names:
-        raise runner.ChapterError(f"no chapter is called {only!r}; there are: {', '.join(names)}")
-    parameters = runner.parameters_of(mode, extra)
-    slot = "-".join([mode, *(f"{name}={value}" for name, value in sorted(extra.items()))])
-    folder = build_folder / "executed" / "".join(c if c.isalnum() or c in "-=._" else "_" for c in slot)
-    folder.mkdir(parents=True, exist_ok=True)
+    `only` executes one chapter and renders a preview to _build/preview, with the other chapters as they are. `minutes` is the limit of a
+    cell, `extra` are parameters for the chapters. Writes _build/ alone.
+    """
+    folder = root / "_build"
+    target = folder / ("preview" if only else "html")
     report = {"mode": mode, "started": now(), "python": platform.python_version(), "ok": False, "chapters": []}
-    started = time.monotonic()
-    try:
-        for number, notebook in enumerate(notebooks, 1):
-            key = runner.cache_key(root, notebook, parameters)
-            record = runner.kept(folder, notebook.stem, key)
-            again = notebook.stem == only if only else (record is None or force)
-            if only and not again and record is None:
-                continue  # a preview shows the other chapters as they are
-            if again and (force or record is None):
-                say(f"[{number}/{len(notebooks)}] {notebook.stem}: executing ({mode})")
-                limits = runner.limits_for(mode, minutes)
-                record = runner.execute(root, notebook, parameters, limits, folder, key, say)
-                report["chapters"].append(record | {"cached": False})
-                say(f"[{number}/{len(notebooks)}] {notebook.stem}: {duration(record['seconds'])}, {record['peak_memory_mb']} MB")
-            else:
-                report["chapters"].append(record | {"cached": True})
-                say(f"[{number}/{len(notebooks)}] {notebook.stem}: unchanged since {record['executed']}")
-        report["ok"] = True
-    except runner.ChapterError as error:
-        report["error"] = str(error)
-        raise
-    finally:
-        report["seconds"] = round(time.monotonic() - started, 1)
-        with contextlib.suppress(OSError):  # the report is no reason to hide what went wrong
-            write_report(build_folder, report)
-    target = build_folder / ("preview" if only else "html")
-    assemble(root, folder, report)
-    say("rendering the pages")
-    render(build_folder, target, report)
+    with one_at_a_time(folder):
+        restore(target)
+        try:
+            executed = execute_changed(root, report, only, force, minutes, extra or {})
+            say("rendering the pages")
+            assemble(root, executed, report)
+            render(folder, target, report | {"ok": True}, strict=not only)
+            report["ok"] = True
+            write_report(folder, report)
+        except (runner.ChapterError, OSError) as error:
+            report["error"] = str(error) if isinstance(error, runner.ChapterError) else f"the book was not built: {error}"
+            print(f"\nFAILED  {report['error']}", file=sys.stderr, flush=True)
+            old = built(target)
+            if old:
+                print(f"{target} still shows the build of {old}; nothing of this run is in it.", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # a full disk has been reported already
+                write_report(folder, report)
+            return 1
     for record in report["chapters"]:
-        say(f"  {record['chapter']:<24}{duration(record['seconds']):>12}{record['peak_memory_mb']:>8} MB{'   (kept)' if record['cached'] else ''}")
+        note = "   (kept)" if record["cached"] else ""
+        say(f"  {record['chapter']:<24}{duration(record['seconds']):>12}{record['peak_memory_mb']:>8} MB{note}")
     say(f"The {'preview' if only else 'book'} is at {target / 'index.html'}")
     return 0
+
+
+def execute_changed(root: Path, report: dict, only: str | None, force: bool, minutes: float | None, extra: dict) -> Path:
+    """Executes what is not up to date, or `only` one chapter, and adds a record a chapter to the report; returns the folder they lie in."""
+    notebooks, parameters = runner.chapters(root), runner.parameters_of(report["mode"], extra)
+    slot = "-".join([report["mode"], *(f"{name}={value}" for name, value in sorted(extra.items()))])
+    folder = root / "_build" / "executed" / re.sub(r"[^\w.=-]", "_", slot)
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, notebook in enumerate(notebooks, 1):
+        name, place = notebook.stem, f"[{number}/{len(notebooks)}] {notebook.stem}"
+        key = runner.cache_key(root, notebook, parameters)
+        record = runner.kept(folder, name, key)
+        wanted = only in (None, name)
+        if wanted and (force or record is None):
+            say(f"{place}: executing, mode {report['mode']}")
+            record = runner.execute(root, notebook, parameters, runner.limits_for(report["mode"], minutes), folder, key, say)
+            report["chapters"].append(record | {"cached": False})
+            say(f"{place}: {duration(record['seconds'])}, {record['peak_memory_mb']} MB")
+        elif record is not None:
+            report["chapters"].append(record | {"cached": True})
+            say(f"{place}: unchanged since {record['executed']}")
+    return folder
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
 def now() -> str:
@@ -88,7 +87,8 @@ def now() -> str:
 
 
 def duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{int(seconds // 60)} min {seconds % 60:02.0f} s"
+    seconds = round(seconds)
+    return f"{seconds} s" if seconds < 100 else f"{seconds // 60} min {seconds % 60:02d} s"
 
 
 def write_report(folder: Path, report: dict) -> None:
@@ -148,8 +148,8 @@ def with_measure(text: str | list[str], record: dict, mode: str) -> str:
 
 def status_page(report: dict) -> str:
     """Markdown of the status page: one row a chapter, and the versions it ran with."""
-    lines = ["# Status of this build", "", f"Built on {report['started'][:10]} in mode {report['mode']}, Python {report['python']}, "
-             f"{os.cpu_count()} processor cores. A chapter that did not change is not executed again.", ""]
+    built_on = f"Built on {report['started'][:10]} in mode {report['mode']}, Python {report['python']}, {os.cpu_count()} processor cores."
+    lines = ["# Status of this build", "", f"{built_on} A chapter that did not change is not executed again.", ""]
     if report["chapters"]:
         lines += ["| chapter | time | peak memory | executed on | parameters |", "|---|--:|--:|---|---|"]
         for record in report["chapters"]:
@@ -161,11 +161,12 @@ def status_page(report: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def render(build_folder: Path, target: Path, report: dict) -> None:
-    """Runs Jupyter Book in a fresh folder, warnings as errors, and puts the result in place of `target`."""
+def render(build_folder: Path, target: Path, report: dict, strict: bool = True) -> None:
+    """Runs Jupyter Book in a fresh folder and puts the result in place of `target`; warnings are errors when `strict`."""
     fresh = build_folder / "fresh"
     shutil.rmtree(fresh, ignore_errors=True)
-    command = [sys.executable, "-c", RENDER, "build", str(build_folder / "source"), "--path-output", str(fresh), "-W", "-n", "--keep-going"]
+    command = [sys.executable, "-c", RENDER, "build", str(build_folder / "source"), "--path-output", str(fresh)]
+    command += ["-W", "-n", "--keep-going"] if strict else []
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace",
                           stdin=subprocess.DEVNULL, env=runner.environment(build_folder))
     write_bytes(build_folder / "render.log", done.stdout.encode())

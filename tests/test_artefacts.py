@@ -1,0 +1,112 @@
+"""Files of data/: whole or not at all, listed with checksums, and with their origin inside."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pandas
+import pytest
+
+from rope_heads import artefacts
+
+ORIGIN = {"command": "rope-heads measure", "seconds": 1.5, "seed": 3}
+
+
+def test_failed_write_leaves_the_old_file_and_no_litter(tmp_path):
+    path = tmp_path / "table.json"
+    artefacts.write_bytes(path, b"old")
+    with pytest.raises(RuntimeError), artefacts.atomic(path) as temporary:
+        temporary.write_bytes(b"half of the ne")
+        raise RuntimeError("interrupted")
+    assert path.read_bytes() == b"old"
+    assert [item.name for item in tmp_path.iterdir()] == ["table.json"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits a process's file size, which needs POSIX")
+def test_full_disk_leaves_the_old_file(tmp_path):
+    """A real write error in the middle of the file: the process may write no file beyond 1000 bytes."""
+    program = ("import resource, sys\nfrom rope_heads.artefacts import write_bytes\n"
+               "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\nwrite_bytes(sys.argv[1], b'x' * 5000)")  # fmt: skip
+    path = tmp_path / "table.json"
+    path.write_bytes(b"old")
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
+    assert done.returncode == 1 and "OSError" in done.stderr
+    assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills a process in the middle of a write")
+def test_kill_in_the_middle_of_a_write_leaves_the_old_file(tmp_path):
+    program = ("import os, signal, sys\nfrom rope_heads.artefacts import atomic\n"
+               "with atomic(sys.argv[1]) as temporary:\n temporary.write_bytes(b'half')\n os.kill(os.getpid(), signal.SIGKILL)")  # fmt: skip
+    path = tmp_path / "table.json"
+    path.write_bytes(b"old")
+    assert subprocess.run([sys.executable, "-c", program, str(path)]).returncode == -9
+    assert path.read_bytes() == b"old"
+
+
+def test_json_and_parquet_return_what_was_written_with_its_origin(tmp_path):
+    frame = pandas.DataFrame({"step": [50, 100], "accuracy": [0.125, 0.25], "task": ["number", "letter"]})
+    origin = artefacts.provenance("rope-heads measure", seconds=2.0, seed=1, prompts=300)
+    artefacts.write_parquet(tmp_path / "a.parquet", frame, origin)
+    artefacts.write_json(tmp_path / "a.json", {"x": [1, 2]}, origin)
+    read, read_origin = artefacts.read_parquet(tmp_path / "a.parquet")
+    pandas.testing.assert_frame_equal(read, frame, check_dtype=False)
+    assert read_origin == origin and origin["prompts"] == 300 and origin["versions"]["numpy"]
+    assert artefacts.read_json(tmp_path / "a.json") == ({"x": [1, 2]}, origin)
+
+
+def test_files_without_origin_are_refused_by_name(tmp_path):
+    pandas.DataFrame({"a": [1]}).to_parquet(tmp_path / "plain.parquet")
+    (tmp_path / "plain.json").write_text("[1]")
+    with pytest.raises(ValueError, match="plain.parquet does not say where it comes from"):
+        artefacts.read_parquet(tmp_path / "plain.parquet")
+    with pytest.raises(ValueError, match="plain.json must hold exactly"):
+        artefacts.read_json(tmp_path / "plain.json")
+
+
+def test_json_refuses_nan(tmp_path):
+    with pytest.raises(ValueError):
+        artefacts.write_json(tmp_path / "a.json", float("nan"), ORIGIN)
+    assert not list(tmp_path.iterdir())
+
+
+def test_manifest_lists_size_and_sha256_and_names_every_difference(tmp_path):
+    files = {"published/a.csv": b"1,2\n", "runs/b.bin": bytes(1000), "runs/c.bin": b"c"}
+    for name, content in files.items():
+        artefacts.write_bytes(tmp_path / name, content)
+    (tmp_path / "README.md").write_text("what lies here")
+    assert artefacts.write_manifest(tmp_path) == 3
+    listed = json.loads((tmp_path / "manifest.json").read_text())["files"]
+    assert listed == {name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()}
+    assert artefacts.check_data(tmp_path) == (3, [])
+
+    (tmp_path / "published/a.csv").write_bytes(b"1,3\n")
+    (tmp_path / "runs/b.bin").unlink()
+    (tmp_path / "runs/c.bin").write_bytes(b"cc")
+    (tmp_path / "runs/d.bin").write_bytes(b"d")
+    count, problems = artefacts.check_data(tmp_path)
+    assert count == 3 and len(problems) == 4
+    assert problems[0].startswith("published/a.csv is altered: sha256") and problems[1] == "runs/b.bin is missing"
+    assert problems[2] == "runs/c.bin is altered: 2 bytes, expected 1" and problems[3] == "runs/d.bin is not listed"
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"files": {"a": 1}}'])
+def test_a_broken_manifest_is_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "manifest.json").write_text(content)
+    count, problems = artefacts.check_data(tmp_path)
+    assert count == 0 and problems[0].startswith("manifest.json")
+
+
+def test_data_is_the_checkout_s_and_missing_files_are_named():
+    root = artefacts.repository()
+    assert (root / "pyproject.toml").is_file() and artefacts.data_folder() == root / "data"
+    with pytest.raises(FileNotFoundError, match="data/published/nothing.json is not here: see data/README.md"):
+        artefacts.data_path("published/nothing.json")
+
+
+def test_the_repository_s_data_is_as_listed():
+    count, problems = artefacts.check_data(artefacts.data_folder())
+    assert problems == []

@@ -1,0 +1,67 @@
+"""The command line: fast help, exit code 2 and one line for a bad value, check-data's verdict."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rope_heads import __main__ as command_line
+from rope_heads import artefacts
+
+COMMANDS = ["book", "check-data"]
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, "-m", "rope_heads", *arguments], capture_output=True, text=True)
+
+
+def test_help_names_the_commands_and_imports_nothing_heavy():
+    program = "import sys, rope_heads.__main__ as m\ntry: m.main(['--help'])\nexcept SystemExit: print(sorted({'torch', 'numpy', 'papermill'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("[]\n")
+    for command in COMMANDS:
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_says_what_it_writes_and_how_long_it_takes(command):
+    done = run(command, "--help")
+    assert done.returncode == 0
+    text = " ".join(done.stdout.split()).lower()
+    assert "writes" in text and any(word in text for word in ("second", "minute", "hour")), text
+
+
+@pytest.mark.parametrize("arguments, words", [
+    ([], "required: COMMAND"),
+    (["bok"], "invalid choice: 'bok'"),
+    (["book", "--mode", "fast"], "invalid choice: 'fast'"),
+    (["book", "--time-limit", "0"], "must be > 0, got 0"),
+    (["book", "--time-limit", "nan"], "must be > 0, got nan"),
+    (["book", "--time-limit", "soon"], "must be a number, got 'soon'"),
+    (["book", "--parameter", "seed"], "must look like NAME=VALUE, got 'seed'"),
+    (["book", "--only", "nothing"], "no chapter is called 'nothing'; there are: index"),
+    (["check-data", "now"], "unrecognized arguments: now"),
+])  # fmt: skip
+def test_bad_values_give_one_clear_line_and_exit_code_2(arguments, words):
+    done = run(*arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert words in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("rope-heads")
+
+
+def test_parameters_are_python_literals_or_words():
+    assert command_line.parameter("seed=3") == ("seed", 3)
+    assert command_line.parameter("task=number") == ("task", "number")
+    assert command_line.parameter("expression=a=b") == ("expression", "a=b")
+
+
+def test_check_data_names_what_is_wrong_and_update_mends_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(artefacts, "data_folder", lambda: tmp_path)
+    artefacts.write_bytes(tmp_path / "a.csv", b"1")
+    artefacts.write_manifest(tmp_path)
+    assert command_line.main(["check-data"]) == 0
+    assert capsys.readouterr().out == "all 1 files of data/ are as listed\n"
+    artefacts.write_bytes(tmp_path / "a.csv", b"2")
+    assert command_line.main(["check-data"]) == 1
+    assert "data/a.csv is altered" in capsys.readouterr().err
+    assert command_line.main(["check-data", "--update"]) == 0
+    assert command_line.main(["check-data"]) == 0
