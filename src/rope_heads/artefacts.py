@@ -154,3 +154,40 @@ def check_data(folder: Path) -> tuple[int, list[str]]:
             problems.append(f"{name} is altered: sha256 {found[name]['sha256'][:12]}..., expected {digest[:12]}...")
     problems += [f"{name} is not listed" for name in found if name not in expected]
     return len(expected), problems
+
+
+def write_tensors(path, tensors: dict, metadata: dict[str, str]) -> None:
+    """safetensors file of torch tensors, atomic, with a checksum in its metadata that `read_tensors` verifies."""
+    from safetensors.torch import save_file
+
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    with atomic(path) as temporary:
+        save_file(tensors, temporary, {**metadata, "sha256": _digest(tensors)})
+
+
+def read_tensors(path) -> tuple[dict, dict[str, str]]:
+    """(tensors, metadata) of a file of `write_tensors`. ValueError names the file when it is truncated, altered or something else."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a complete safetensors file ({error}); fetch it or train it again") from None
+    if "sha256" not in metadata:
+        raise ValueError(f"{path} was not written by this project: its metadata holds no sha256")
+    if _digest(tensors) != metadata["sha256"]:
+        raise ValueError(f"{path} was altered: its tensors do not match the checksum stored with them; fetch it or train it again")
+    return tensors, metadata
+
+
+def _digest(tensors: dict) -> str:
+    """sha256 over names, types, shapes and bytes: safetensors itself notices a cut file but not a changed byte."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        t = tensors[name]
+        digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
+        digest.update(t.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -5,7 +5,6 @@ rotary embedding over all 128 dimensions of the head. `Config()` is that model w
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -261,34 +260,14 @@ class Transformer(nn.Module):
 
     def save(self, path: str | os.PathLike) -> None:
         """Write weights and configuration as safetensors, atomically, with a checksum that `load` verifies."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
-        config = json.dumps(dataclasses.asdict(self.config))
-        try:
-            with artefacts.atomic(path) as temporary:
-                save_file(tensors, temporary, {"config": config, "sha256": _digest(tensors, config)})
-        except SafetensorError as error:
-            raise OSError(f"{path} was not written ({error}); what stood there before is unchanged") from None
+        artefacts.write_tensors(path, self.state_dict(), {"config": json.dumps(dataclasses.asdict(self.config))})
 
     @staticmethod
     def load(path: str | os.PathLike) -> "Transformer":
         """Read a file of `save`, in evaluation mode and fp32. ValueError names the file when it is truncated, altered or something else."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except FileNotFoundError:
-            raise
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is not a complete safetensors file ({error}); fetch or train it again") from None
-        if "config" not in metadata or "sha256" not in metadata:
-            raise ValueError(f"{path} holds no model of this project: its metadata lacks config or sha256")
-        if _digest(tensors, metadata["config"]) != metadata["sha256"]:
-            raise ValueError(f"{path} was altered: its content does not match the checksum stored with it; fetch or train it again")
+        tensors, metadata = artefacts.read_tensors(path)
+        if "config" not in metadata:
+            raise ValueError(f"{path} holds no model of this project: its metadata lacks config")
         model = Transformer(Config(**json.loads(metadata["config"])))
         model.load_state_dict({name: t.float() for name, t in tensors.items()})
         return model.eval()
@@ -309,13 +288,3 @@ class Transformer(nn.Module):
 
 def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-def _digest(tensors: dict[str, Tensor], config: str) -> str:
-    """sha256 over configuration, names, types, shapes and bytes: safetensors itself notices a cut file but not a changed byte."""
-    digest = hashlib.sha256(config.encode())
-    for name in sorted(tensors):
-        t = tensors[name]
-        digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
-        digest.update(t.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

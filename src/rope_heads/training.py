@@ -7,7 +7,6 @@ data (the seed's own 432,000 / 2,400 / 45,600 split), their order and the dropou
 """
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -134,6 +133,7 @@ class Run:
         tests = first_of_each(self.task.split("test", self.seed), self.tests_per_hop)
         if self.step == 0:
             self._observe(model, tests, loss=float("nan"))
+            self._keep(model)
         started, began_at, losses = time.perf_counter() - self.seconds, self.step, []
         clock = time.perf_counter()
         while self.step < self.recipe.steps:
@@ -147,8 +147,7 @@ class Run:
                 losses = []
                 pace = (time.perf_counter() - clock) / (self.step - began_at)
                 self._tell(pace)
-            if self.step in self.keep:
-                model.save(self.folder / f"step-{self.step:05d}.safetensors")
+            self._keep(model)
             if self.step % self.checkpoint_every == 0 and not last:
                 self._save(model, optimizer)
         self.seconds = time.perf_counter() - started
@@ -180,6 +179,10 @@ class Run:
             model.train()
         self._write_tables()
 
+    def _keep(self, model: Transformer) -> None:
+        if self.step in self.keep:
+            model.save(self.folder / f"step-{self.step:05d}.safetensors")
+
     def _tell(self, pace: float) -> None:
         rows = [row for row in self.log if row["step"] == self.step]
         shares = " ".join(f"{row['accuracy']:.2f}" for row in rows)
@@ -209,23 +212,15 @@ class Run:
             artefacts.write_json(path, self.identity, self._origin())
 
     def _save(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
-        from safetensors.torch import save_file
-
         tensors = {f"model.{name}": t for name, t in model.state_dict().items()}
         for i, state in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{i}.{name}": t for name, t in state.items()}
-        with artefacts.atomic(self.checkpoint) as temporary:
-            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary,
-                      {"step": str(self.step), "seconds": str(self.seconds), "identity": json.dumps(self.identity)})  # fmt: skip
+        artefacts.write_tensors(self.checkpoint, tensors, {"step": str(self.step), "seconds": str(self.seconds)})
 
     def _resume(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(self.checkpoint, "pt") as file:
-                metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
-        except SafetensorError as error:
-            raise ValueError(f"{self.checkpoint} is not a complete safetensors file ({error}): remove it to start this run again") from None
+        tensors, metadata = artefacts.read_tensors(self.checkpoint)
+        if "step" not in metadata:
+            raise ValueError(f"{self.checkpoint} is no checkpoint of a run: remove it to start this run again")
         self.step, self.seconds = int(metadata["step"]), float(metadata["seconds"])
         model.load_state_dict({name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
         state = {}

@@ -1,0 +1,87 @@
+"""Speed, as ratios measured side by side: everything compared runs in one process, in turns, so that a slow moment hits both alike."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from rope_heads.model import Config, Transformer
+from rope_heads.tasks import TASKS
+from rope_heads.training import RECIPES, parameter_groups
+
+
+def in_turns(contestants: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call, `rounds` times round the table after one round to warm up."""
+    seconds = {name: [] for name in contestants}
+    for turn in range(rounds + 1):
+        for name, call in contestants.items():
+            start = time.perf_counter()
+            call()
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(slow: list[float], fast: list[float]) -> tuple[float, float, float]:
+    """Median of the ratios of neighbouring calls, with the quartiles."""
+    quotients = [a / b for a, b in zip(slow, fast, strict=True)]
+    low, middle, high = statistics.quantiles(quotients, n=4)
+    return middle, low, high
+
+
+def training_step(model: torch.nn.Module, last_logits: Callable, bf16: bool) -> Callable[[], None]:
+    """One update of recipe `paper` on random tokens: batch 64, 17 tokens."""
+    recipe = RECIPES["paper"]
+    optimizer = torch.optim.AdamW(parameter_groups(model, recipe.weight_decay), lr=recipe.lr, betas=(recipe.beta1, recipe.beta2), fused=True)
+    tokens, answers = torch.randint(1, 137, (recipe.batch, 17)), torch.randint(1, 137, (recipe.batch,))
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            logits = last_logits(model, tokens)
+        F.cross_entropy(logits.float(), answers).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def sequences(rounds: int = 3, count: int = 48_000) -> list[str]:
+    """Sequences a second of every task, one core."""
+    lines = []
+    for name, task in TASKS.items():
+        rng = np.random.default_rng(0)
+        seconds = in_turns({name: lambda task=task, rng=rng: task.sample(count, None, rng)}, rounds)[name]
+        lines.append(f"{name}: {count / statistics.median(seconds):,.0f} sequences/s (slowest of {rounds}: {count / max(seconds):,.0f})")
+    return lines
+
+
+def training(rounds: int = 12) -> list[str]:
+    """Training step against Hugging Face's GPT-J in fp32, in turns, on the threads of this process."""
+    ours, half = Transformer(Config()).train(), Transformer(Config()).train()
+    theirs = Transformer(Config()).to_hugging_face().train()
+    seconds = in_turns({
+        "Hugging Face GPT-J, fp32": training_step(theirs, lambda m, t: m(input_ids=t).logits[:, -1], False),
+        "rope_heads, fp32": training_step(ours, lambda m, t: m(t, last=True)[:, 0], False),
+        "rope_heads, bf16 autocast": training_step(half, lambda m, t: m(t, last=True)[:, 0], True),
+    }, rounds)  # fmt: skip
+    base = seconds["Hugging Face GPT-J, fp32"]
+    lines = []
+    for name, taken in seconds.items():
+        middle, low, high = ratio(base, taken)
+        lines.append(f"{name}: {statistics.median(taken):.3f} s a step, {middle:.2f} times as fast as Hugging Face (quartiles {low:.2f} to {high:.2f})")
+    return lines
+
+
+BENCHES = {"sequences": sequences, "training": training}
+
+
+def main(names: list[str], threads: int = 1, report: Callable[[str], None] = print) -> None:
+    torch.set_num_threads(threads)
+    report(f"{threads} thread(s), {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
+    for name in names:
+        report(f"-- {name}")
+        for line in BENCHES[name]():
+            report(line)

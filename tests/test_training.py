@@ -1,0 +1,222 @@
+"""Training: the same run twice, killed in the middle, its learning rate against Hugging Face's, refusals."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from rope_heads import artefacts
+from rope_heads.model import Config, Transformer
+from rope_heads.tasks import LETTER, NUMBER, Batch
+from rope_heads.training import RECIPES, Recipe, Run, accuracy_by_hops, batch_rows, changed, first_of_each, parameter_groups, train_side_by_side
+
+TINY = {"layers": 2, "width": 32, "mlp": 64}
+SHORT = Recipe(name="short", steps=30, batch=16, lr=1e-3, warmup=5)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def small_split(monkeypatch):
+    """The first 4,800 sequences of each split: the data of a run without its ten seconds of drawing."""
+    whole = {}
+
+    def split(self, name, seed):
+        if (self.name, name, seed) not in whole:
+            rng = np.random.default_rng([self.key, seed, len(name)])
+            whole[self.name, name, seed] = self.sample(4_800, None, rng)
+        return whole[self.name, name, seed]
+
+    monkeypatch.setattr(type(NUMBER), "split", split)
+
+
+def start(folder, **more) -> Run:
+    return Run("number", more.pop("recipe", SHORT), more.pop("seed", 0), folder, config=TINY, evaluate_every=10, tests_per_hop=20,
+               checkpoint_every=10, report=lambda line: None, **more)
+
+
+def weights(model: Transformer) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def test_same_seed_same_weights_other_seed_other_weights(tmp_path):
+    first, second = (weights(start(tmp_path / name).train()) for name in "ab")
+    assert torch.equal(first, second)
+    assert not torch.equal(first, weights(start(tmp_path / "c", seed=1).train()))
+
+
+def test_stopped_at_any_evaluation_it_goes_on_to_the_same_weights_and_log(tmp_path, monkeypatch):
+    whole = weights(start(tmp_path / "whole").train())
+    for stop in (12, 20, 29):
+        folder = tmp_path / f"stopped-{stop}"
+        run = start(folder)
+        update = run._update
+        monkeypatch.setattr(run, "_update", lambda *a, r=run, u=update, s=stop: (_ for _ in ()).throw(KeyboardInterrupt) if r.step == s else u(*a))
+        with pytest.raises(KeyboardInterrupt):
+            run.train()
+        again = start(folder)
+        assert torch.equal(weights(again.train()), whole)
+        logs = [artefacts.read_parquet(tmp_path / name / "log.parquet")[0] for name in ("whole", folder.name)]
+        assert logs[0].equals(logs[1])
+        assert not again.checkpoint.exists()
+
+
+SCRIPT = """
+import sys, torch
+torch.set_num_threads(1)
+from rope_heads.training import Recipe, Run
+recipe = Recipe(name="killed", steps=400, batch=16, lr=1e-3, warmup=5)
+Run("number", recipe, 0, sys.argv[1], config={"layers": 2, "width": 32, "mlp": 64}, evaluate_every=10, tests_per_hop=20, checkpoint_every=10).train()
+"""
+
+
+def test_killed_in_the_middle_it_resumes_to_the_same_bytes(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def launch(name):
+        return subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / name)], env=environment, stdout=subprocess.DEVNULL)
+
+    assert launch("whole").wait() == 0
+    killed = launch("killed")
+    while not (tmp_path / "killed" / "checkpoint.safetensors").exists():
+        assert killed.poll() is None, "the run ended before its first checkpoint"
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not (tmp_path / "killed" / "model.safetensors").exists(), "the run was too quick to be killed in the middle"
+    assert launch("killed").wait() == 0
+    assert artefacts.sha256(tmp_path / "killed" / "model.safetensors") == artefacts.sha256(tmp_path / "whole" / "model.safetensors")
+
+
+def test_kept_weights_log_and_provenance(tmp_path):
+    run = start(tmp_path, keep=(0, 10, 25))
+    model = run.train()
+    assert {p.name for p in tmp_path.glob("*.safetensors")} == {"model.safetensors", "step-00000.safetensors", "step-00010.safetensors", "step-00025.safetensors"}
+    log, origin = artefacts.read_parquet(tmp_path / "log.parquet")
+    assert log.step.unique().tolist() == [0, 10, 20, 30] and log.groupby("step").hops.apply(list).iloc[0] == [1, 2, 3, 4]
+    assert origin["seed"] == 0 and origin["recipe"]["steps"] == 30 and origin["versions"]["torch"]
+    tests = first_of_each(NUMBER.split("test", 0), 20)
+    assert log[log.step == 30].accuracy.tolist() == [accuracy_by_hops(model, tests)[h] for h in (1, 2, 3, 4)]
+    assert torch.equal(weights(run.train()), weights(model)), "a finished run is read, not trained again"
+
+
+def test_measures_are_called_at_every_evaluation_and_survive_a_resume(tmp_path):
+    start(tmp_path, measure=lambda model, step: [{"step": step, "norm": float(model.embedding.weight.norm())}]).train()
+    table = artefacts.read_parquet(tmp_path / "measures.parquet")[0]
+    assert table.step.tolist() == [0, 10, 20, 30] and table.norm.nunique() == 4
+
+
+def test_rate_is_the_trainers_linear_schedule():
+    from transformers import get_linear_schedule_with_warmup
+
+    recipe = RECIPES["paper"]
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=recipe.lr)
+    schedule = get_linear_schedule_with_warmup(optimizer, recipe.warmup, recipe.steps)
+    for step in range(recipe.steps):
+        assert recipe.rate(step) == pytest.approx(schedule.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        schedule.step()
+
+
+def test_weight_decay_spares_biases_and_norms():
+    decayed, spared = parameter_groups(Transformer(Config(**TINY)), 0.1)
+    assert all(p.dim() > 1 for p in decayed["params"]) and all(p.dim() == 1 for p in spared["params"])
+    assert sum(p.numel() for group in (decayed, spared) for p in group["params"]) == sum(p.numel() for p in Transformer(Config(**TINY)).parameters())
+
+
+def test_batches_cover_each_epoch_once_and_later_epochs_in_another_order():
+    rows = np.concatenate([batch_rows(3, step, 8, 40) for step in range(15)])  # three epochs of 40
+    for epoch in range(3):
+        assert sorted(rows[40 * epoch : 40 * (epoch + 1)]) == list(range(40))
+    assert rows[:40].tolist() == list(range(40)) and rows[40:80].tolist() != rows[80:].tolist() != list(range(40))
+    assert sorted(np.concatenate([batch_rows(0, s, 16, 40) for s in range(5)])) == sorted(list(range(40)) * 2), "a batch across two epochs"
+
+
+def test_accuracy_counts_the_answer_after_the_query():
+    """A model whose unembedding bias always says id 5."""
+    model = Transformer(Config(**TINY)).eval()
+    torch.nn.init.zeros_(model.unembedding.weight)
+    model.unembedding.bias.data[5] = 1.0
+    answers = np.array([5, 5, 6, 5])
+    batch = Batch(np.ones((4, 17), dtype=np.int64), answers, np.array([1, 1, 1, 3]))
+    assert accuracy_by_hops(model, batch) == {1: pytest.approx(2 / 3), 3: 1.0}
+
+
+def test_it_learns_the_first_hop(tmp_path):
+    """Four layers, 64 wide, 1-hop sequences alone: from chance (1/8 within the window) to more than half in a few hundred steps."""
+    rng = np.random.default_rng(0)
+    model = Transformer(Config(vocab_size=LETTER.vocabulary_size, layers=2, width=64, dropout=0.0)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for _ in range(400):
+        batch = LETTER.sample(128, 1, rng)
+        loss = torch.nn.functional.cross_entropy(model(torch.from_numpy(batch.tokens), last=True)[:, 0], torch.from_numpy(batch.answers))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert accuracy_by_hops(model, LETTER.sample(500, 1, rng))[1] > 0.5
+
+
+@pytest.mark.parametrize("bad, message", [
+    ({"seed": -1}, "seed must be >= 0, got -1"),
+    ({"keep": [31]}, "kept steps must be between 0 and 30, got 31"),
+    ({"evaluate_every": 0}, "evaluate_every"),
+])  # fmt: skip
+def test_bad_values_are_named(tmp_path, bad, message):
+    values = {"seed": 0, "evaluate_every": 10} | bad
+    with pytest.raises(ValueError, match=message):
+        Run("number", SHORT, values.pop("seed"), tmp_path, config=TINY, **values)
+
+
+def test_unknown_task_and_recipe_values_are_named(tmp_path):
+    with pytest.raises(ValueError, match="task must be one of number, letter, letter_proper, got 'numbers'"):
+        Run("numbers", SHORT, 0, tmp_path)
+    with pytest.raises(ValueError, match="'stepz' is no part of a recipe"):
+        changed(SHORT, {"stepz": 1})
+    with pytest.raises(ValueError, match="wrong type"):
+        changed(SHORT, {"steps": "many"})
+    for bad in ({"steps": 0}, {"lr": -1.0}, {"precision": "fp8"}, {"lr": float("nan")}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            changed(SHORT, bad)
+    assert changed(SHORT, {"batch": 8, "lr": 0.1}).name == "short,batch=8,lr=0.1"
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path):
+    start(tmp_path).train()
+    with pytest.raises(ValueError, match="holds a run with another recipe, seed"):
+        start(tmp_path, seed=1, recipe=changed(SHORT, {"lr": 0.5})).train()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "foreign"])
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, damage):
+    run = start(tmp_path)
+    run.folder.mkdir(exist_ok=True)
+    model, optimizer = Transformer(run.config), None
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.0), fused=True)
+    run._save(model, optimizer)
+    content = run.checkpoint.read_bytes()
+    if damage == "cut":
+        run.checkpoint.write_bytes(content[: len(content) // 2])
+    elif damage == "flipped":
+        run.checkpoint.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+    else:
+        model.save(run.checkpoint)
+    with pytest.raises(ValueError, match="checkpoint.safetensors"):
+        start(tmp_path).train()
+
+
+def test_side_by_side_names_what_failed(tmp_path):
+    blocked = tmp_path / "runs"
+    blocked.write_text("a file where a folder should be")
+    with pytest.raises(RuntimeError, match="number fast 0 ended with"):
+        train_side_by_side([("number", "fast", 0)], blocked, report=lambda line: None)
