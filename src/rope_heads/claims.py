@@ -3,8 +3,9 @@
 `data/published/claims.toml` lists every claim with its statistic and rule; it was committed before the runs that decide it.
 Here are the rules, as pure functions from values to a verdict.
 
-Values of a claim: {value name: {label: number}}. A label is a seed ("3"), a named case ("theta = 2 pi/5") or, for heads of one
-run or layers of one model, "cluster/member". `inf` means never reached (a run that never crosses a level); nan is refused.
+Values of a claim: {value name: {label: number}}. A label is a seed ("3"; "fast-3" where recipes meet), a named case ("theta = 2 pi/5") or,
+for heads of one run or of one layer, "cluster/member". `inf` means never (a run that never crosses a level) and may be the text "inf", which
+strict JSON needs; nan is refused.
 
 Each part of a claim names a *good* region and a wider *weak* region (`at_least`, `at_most` or `within`, and `limit`).
 
@@ -29,6 +30,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +38,8 @@ from pathlib import Path
 
 import numpy as np
 from scipy import stats
+
+from rope_heads.artefacts import data_path
 
 HOLDS, LIMIT, FAILS, UNTESTED = "holds", "holds with a limit", "does not hold", "not testable here"
 COVERAGE = 0.90
@@ -53,7 +57,7 @@ class Verdict:
     n: int
     reason: str
     coverage: float = math.nan
-    parts: tuple[tuple[str, "Verdict"], ...] = ()
+    parts: tuple[tuple[str, Verdict], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,16 +66,9 @@ class Ledger:
     claims: dict[str, dict]
 
 
-def folder() -> Path:
-    """data/published of the checkout, or of the installed wheel."""
-    here = Path(__file__).resolve().parent
-    checkout = here.parents[1] / "data" / "published"
-    return checkout if checkout.is_dir() else here / "data" / "published"
-
-
 def read_ledger(path: Path | None = None) -> Ledger:
     """Claims by id, in the order of the file. Raises ValueError on a repeated id."""
-    content = tomllib.loads((path or folder() / "claims.toml").read_text(encoding="utf-8"))
+    content = tomllib.loads((path or data_path("published/claims.toml")).read_text(encoding="utf-8"))
     claims: dict[str, dict] = {}
     for claim in content["claim"]:
         if claim["id"] in claims:
@@ -80,10 +77,38 @@ def read_ledger(path: Path | None = None) -> Ledger:
     return Ledger(content["ledger"], claims)
 
 
-def fingerprint(claim: Mapping) -> str:
-    """sha256 over the fields that bear the rule: what is measured, on what, and how it is judged (not wording, notes or chapter)."""
-    bearing = {key: claim[key] for key in ("id", "kind", "claim", "statistic", "unit", "runs", "published", "part")}
+BEARING = ("id", "kind", "claim", "statistic", "unit", "runs", "published", "part")
+
+
+def fingerprint(entry: Mapping) -> str:
+    """sha256 over what bears the rule: of a claim `BEARING`, of the ledger's header everything but its list of changes."""
+    bearing = {key: entry[key] for key in BEARING} if "id" in entry else {key: v for key, v in entry.items() if key != "changes"}
     return hashlib.sha256(json.dumps(bearing, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+# ---- statistics that many claims share -------------------------------------------------------------------------------------------
+
+
+def crossing_step(steps, curve, level: float) -> float:
+    """First step at which `curve` [evaluation] reaches `level`, linear between evaluations; inf when it never does."""
+    steps, curve = np.asarray(steps, float), np.asarray(curve, float)
+    reached = np.flatnonzero(curve >= level)
+    if not len(reached):
+        return math.inf
+    i = int(reached[0])
+    return float(steps[0]) if i == 0 else float(steps[i - 1] + (level - curve[i - 1]) / (curve[i] - curve[i - 1]) * (steps[i] - steps[i - 1]))
+
+
+def maximal_step(steps, accuracy) -> float:
+    """First evaluation with accuracy of at least the mean over the last ten evaluations minus .001."""
+    accuracy = np.asarray(accuracy, float)
+    return float(np.asarray(steps, float)[np.flatnonzero(accuracy >= accuracy[-10:].mean() - 0.001)[0]])
+
+
+def break_length(added, accuracy, training_length: int = 17) -> float:
+    """Input length (training length + added tokens) at which accuracy first falls below .5, linear on the grid; the longest when it never does."""
+    crossed = crossing_step(added, -np.asarray(accuracy, float), -0.5)
+    return training_length + (float(np.max(added)) if math.isinf(crossed) else crossed)
 
 
 # ---- intervals -------------------------------------------------------------------------------------------------------------------
@@ -179,8 +204,9 @@ def _column(part: Mapping, values: Values, key: str = "value") -> dict[str, floa
     for label, v in column.items():
         if math.isnan(v):
             raise ValueError(f"value {name!r} of {label!r} is nan, expected a number (inf for never): mend the measurement")
-        if part["kind"] in ("median", "shift") and label.isdigit() and int(label) >= FIRST_EXCLUDED_SEED:
-            raise ValueError(f"seed {label} of {name!r} is a calibration seed, expected seeds below {FIRST_EXCLUDED_SEED}: leave it out")
+        seed = re.match(r"(?:.*-)?(\d+)(?:/|$)", label)
+        if part["kind"] != "cases" and seed and int(seed[1]) >= FIRST_EXCLUDED_SEED:
+            raise ValueError(f"{name!r} of {label!r} is a calibration run, expected seeds below {FIRST_EXCLUDED_SEED}: leave it out")
     return column
 
 
@@ -206,7 +232,7 @@ def _few(column: Mapping[str, float], part: Mapping) -> str:
 
 def _median(part, values, _p) -> Verdict:
     column = _column(part, values)
-    n, estimate = len(column), float(np.median(list(column.values()))) if column else math.nan
+    n, estimate = len(column), _middle(np.sort(list(column.values()))) if column else math.nan
     if n < part.get("min_seeds", 5):
         return Verdict(UNTESTED, estimate, None, n, f"{n} runs, the rule needs {part.get('min_seeds', 5)}")
     good, _ = _regions(part)
@@ -243,11 +269,14 @@ def _shift(part, values, p) -> Verdict:
 def _correlation(part, values, _p) -> Verdict:
     x, y = _column(part, values, "value"), _column(part, values, "against")
     if set(x) != set(y):
-        raise ValueError(f"labels of {part['value']!r} and {part['against']!r} must be the same, they differ in {sorted(set(x) ^ set(y))[:5]}")
+        odd = sorted(set(x) ^ set(y))[:5]
+        raise ValueError(f"labels of {part['value']!r} and {part['against']!r} must be the same, they differ in {odd}: measure both for each")
     clusters = [label.split("/")[0] for label in x]
     n = len(set(clusters))
     if n < part.get("min_seeds", 5):
         return Verdict(UNTESTED, math.nan, None, n, f"{n} clusters, the rule needs {part.get('min_seeds', 5)}")
+    if len(set(x.values())) == 1 or len(set(y.values())) == 1:
+        return Verdict(UNTESTED, math.nan, None, n, "one side is the same everywhere, so there is nothing to correlate")
     estimate, low, high = clustered_correlation(list(x.values()), [y[k] for k in x], clusters, part.get("method", "spearman"))
     return Verdict(_sorted_out(low, high, part), estimate, (low, high), n, f"{_say(part)}; {len(x)} points in {n} clusters", COVERAGE)
 
@@ -286,7 +315,7 @@ def judge(claim: Mapping, values: Values, adjusted: Mapping[str, float] | None =
     judged = [(part, KINDS[part["kind"]](part, values, (adjusted or {}).get(part["name"]))) for part in claim["part"]]
     for part in claim["part"]:
         gate = part.get("gate")
-        if gate and np.median(list(_column({**part, "value": gate["value"]}, values).values())) < gate["at_least"]:
+        if gate and np.median([*_column({**part, "value": gate["value"]}, values).values()]) < gate["at_least"]:
             reason = f"the gate failed: median of {gate['value']} is below {gate['at_least']:g}"
             return Verdict(UNTESTED, math.nan, None, 0, reason, parts=tuple((p["name"], v) for p, v in judged))
     parts = tuple((part["name"], verdict) for part, verdict in judged)
