@@ -360,7 +360,7 @@ def test_foreign_weights_are_refused(tmp_path):
     path = tmp_path / "foreign.safetensors"
     for metadata in (None, {"format": "pt"}):
         save_file({"weight": torch.zeros(2)}, path, metadata)
-        with pytest.raises(ValueError, match="foreign.safetensors holds no model of this project"):
+        with pytest.raises(ValueError, match="foreign.safetensors was not written by this project"):
             Transformer.load(path)
 
 

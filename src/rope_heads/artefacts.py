@@ -157,12 +157,16 @@ def check_data(folder: Path) -> tuple[int, list[str]]:
 
 
 def write_tensors(path, tensors: dict, metadata: dict[str, str]) -> None:
-    """safetensors file of torch tensors, atomic, with a checksum in its metadata that `read_tensors` verifies."""
+    """safetensors file of torch tensors, atomic, with a checksum over tensors and metadata that `read_tensors` verifies."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    with atomic(path) as temporary:
-        save_file(tensors, temporary, {**metadata, "sha256": _digest(tensors)})
+    try:
+        with atomic(path) as temporary:
+            save_file(tensors, temporary, {**metadata, "sha256": _digest(tensors, metadata)})
+    except SafetensorError as error:
+        raise OSError(f"{path} was not written ({error}); what stood there before is unchanged") from None
 
 
 def read_tensors(path) -> tuple[dict, dict[str, str]]:
@@ -172,20 +176,23 @@ def read_tensors(path) -> tuple[dict, dict[str, str]]:
     try:
         with safe_open(path, "pt") as file:
             metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
-    except SafetensorError as error:
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a complete safetensors file ({error}); fetch it or train it again") from None
     if "sha256" not in metadata:
         raise ValueError(f"{path} was not written by this project: its metadata holds no sha256")
-    if _digest(tensors) != metadata["sha256"]:
-        raise ValueError(f"{path} was altered: its tensors do not match the checksum stored with them; fetch it or train it again")
+    stored = metadata.pop("sha256")
+    if _digest(tensors, metadata) != stored:
+        raise ValueError(f"{path} was altered: its content does not match the checksum stored with it; fetch it or train it again")
     return tensors, metadata
 
 
-def _digest(tensors: dict) -> str:
-    """sha256 over names, types, shapes and bytes: safetensors itself notices a cut file but not a changed byte."""
+def _digest(tensors: dict, metadata: dict[str, str]) -> str:
+    """sha256 over metadata, names, types, shapes and bytes: safetensors itself notices a cut file but not a changed byte."""
     import torch
 
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
         t = tensors[name]
         digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
