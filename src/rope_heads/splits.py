@@ -1,8 +1,7 @@
 """Which random stream makes which sequence: the 432,000 / 2,400 / 45,600 split of a data set.
 
-The released code gives sequence i the seed `base + i`. Data sets of neighbouring base seeds then share nearly all their sequence seeds, and
-the test seeds of one are training seeds of the next: no choice for runs that should differ. Here streams are spawned (NumPy's SeedSequence),
-so no two data sets, and no two parts of one, share any.
+The released code gives sequence i the seed `base + i`. Data sets of neighbouring base seeds then share nearly all their sequence seeds: no
+choice for runs that should differ. Here streams are spawned (NumPy's SeedSequence), so no two data sets, and no two parts of one, share any.
 """
 
 from dataclasses import dataclass
