@@ -5,21 +5,18 @@ Here are the rules, as pure functions from values to a verdict.
 
 Values of a claim: {value name: {label: number}}. A label is a seed ("3"; "fast-3" where recipes meet), a named case ("theta = 2 pi/5") or,
 for heads of one run or of one layer, "cluster/member". `inf` means never (a run that never crosses a level) and may be the text "inf", which
-strict JSON needs; nan is refused.
+strict JSON needs; nan is refused. Each part of a claim names a good region (`at_least`, `at_most` or `within`) and a wider weak one (`limit`).
 
-Each part of a claim names a *good* region and a wider *weak* region (`at_least`, `at_most` or `within`, and `limit`).
-
-- `median`: the interval of the median over seeds lies in the good region: holds; it misses the weak region: does not hold; else
-  holds with a limit. The interval runs from the k-th smallest to the k-th largest value, k as large as a coverage of 90 % allows. It
-  needs no distribution, and a run that never arrives counts as it should, where a t interval would need normal values and a number for
-  "never". Coverage is 92.97 % for 8 seeds (2nd to 7th value) and 93.75 % for 5 (all of them), so each verdict errs at most one time in
-  twenty to its side, and one seed in eight may stand apart. Fewer than 5 seeds allow no such interval: see `_few`.
-  `every = true` asks the same of each seed: one that leaves the good region puts a limit on the claim.
-- `shift`: difference or ratio of two independent groups of seeds, the Hodges-Lehmann estimate with the interval that belongs to the
-  Mann-Whitney test (exact distribution, coverage at least 90 %). A part with a `family` also needs its adjusted p <= alpha to hold.
-- `correlation`: Spearman's rank correlation over runs, or Pearson's, with a 90 % bootstrap interval that draws whole clusters.
-- `cases`: numbers without sampling error (a theorem on listed cases, a published table recomputed). No interval. quantifier `all`: every
-  case is good: holds; one case misses the weak region: does not hold. quantifier `some`: one good case is enough.
+- `median`: the interval of the median over seeds lies in the good region: holds; it misses the weak region: does not hold; else holds with a
+  limit. The interval runs from the k-th smallest to the k-th largest value, k as large as a coverage of 90 % allows. It needs no distribution,
+  and a run that never arrives counts as it should, where a t interval would need normal values and a number for "never". Coverage is 92.97 %
+  for 8 seeds (2nd to 7th value) and 93.75 % for 5 (all of them), so a verdict errs at most one time in twenty to either side, and one seed in
+  eight may stand apart. Fewer than 5 seeds allow no such interval: see `_few`. `every = true`: a single seed outside puts a limit on the claim.
+- `shift`: difference or ratio of two independent groups of seeds, the Hodges-Lehmann estimate with the interval that belongs to the exact
+  Mann-Whitney test (coverage at least 90 %). A part with a `family` also needs its adjusted p <= .05 to hold.
+- `correlation`: Spearman's rank correlation, or Pearson's, with a 90 % bootstrap interval that draws whole clusters (runs, layers).
+- `cases`: numbers without sampling error (a theorem on listed cases, a published table recomputed). No interval. Quantifier `all`: every case
+  is good: holds; one case misses the weak region: does not hold. Quantifier `some`: one good case is enough.
 - `untestable`: says why.
 
 Parts combine to the worst verdict; a part with `qualifies = true` can put a limit on a claim but not overturn it.
@@ -155,7 +152,7 @@ def shift_interval(first, second, coverage: float = COVERAGE) -> tuple[float, fl
 
 def _middle(ordered: np.ndarray) -> float:
     low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return float(low) if low == high else float((low + high) / 2)  # (inf + inf) / 2 is fine, inf - inf never arises
+    return float(low) if low == high else float((low + high) / 2)
 
 
 def one_sided_p(first, second) -> float:
