@@ -115,6 +115,16 @@ def test_figure_5a_draws_the_printed_bounds():
         assert row.discrepancy_bound == pytest.approx(bound, abs=1.5e-3), row
 
 
+def test_the_retrieval_bound_needs_one_token_less():
+    """P1, Theorem 3.2: the smallest gap over inputs of two tokens (the query itself, or the token before it, is right) beats the printed bound."""
+    omega, theta = 2 * np.pi / 8, 0.0027
+    others = omega * np.arange(1, 8)
+    smallest = min((1 - np.cos(others - theta)).min(), (1 - np.cos(others + theta)).min(), (np.cos(theta) - np.cos(others)).min())
+    printed, mended = 1 - np.cos(omega - 2 * theta), 1 - np.cos(omega - theta)
+    assert (round(smallest, 4), round(printed, 4)) == (0.2910, 0.2891)  # as the log says
+    assert printed < smallest <= mended + 1e-12
+
+
 def test_language_model_table():
     rows = papers.published_language_models()
     assert len(rows[rows["source"] == "Table 3"]) == 3 * 2 * 10

@@ -59,6 +59,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Ledger:
+    """What the ledger declares for all claims (header), and the claims by id."""
+
     header: dict
     claims: dict[str, dict]
 
@@ -142,12 +144,9 @@ def shift_interval(first, second, coverage: float = COVERAGE) -> tuple[float, fl
     with np.errstate(invalid="ignore"):
         pairs = a - b
     pairs = np.sort(np.where(np.isnan(pairs), 0.0, pairs).ravel())  # two runs that never arrive are a tie
-    cumulative = np.cumsum(_mann_whitney_counts(len(a), b.size)) / math.comb(len(a) + b.size, b.size)
-    allowed = np.flatnonzero(1 - 2 * cumulative >= coverage)
-    if not len(allowed):
-        return None
-    k = int(allowed[-1])
-    return _middle(pairs), float(pairs[k]), float(pairs[-1 - k]), float(1 - 2 * cumulative[k])
+    actual = 1 - 2 * np.cumsum(_mann_whitney_counts(len(a), b.size)) / math.comb(len(a) + b.size, b.size)
+    k = int((actual >= coverage).sum()) - 1
+    return None if k < 0 else (_middle(pairs), float(pairs[k]), float(pairs[-1 - k]), float(actual[k]))
 
 
 def _middle(ordered: np.ndarray) -> float:
@@ -216,9 +215,7 @@ def _sorted_out(low: float, high: float, part: Mapping) -> str:
 
 def _say(part: Mapping) -> str:
     good, weak = _regions(part)
-    text = f"asked: {good[0]:g} to {good[1]:g}" if "within" in part else (
-        f"asked: at least {good[0]:g}" if "at_least" in part else f"asked: at most {good[1]:g}")
-    return text if good == weak else text + f"; weak: {weak[0]:g} to {weak[1]:g}"
+    return f"asked: {good[0]:g} to {good[1]:g}" + ("" if good == weak else f"; weak: {weak[0]:g} to {weak[1]:g}")
 
 
 def _few(column: Mapping[str, float], part: Mapping) -> str:
