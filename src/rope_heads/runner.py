@@ -139,7 +139,8 @@ def environment(build: Path) -> dict:
     """Environment of a chapter: one thread a process, and no start-up files or kernels of the user's own Jupyter."""
     own = {"IPYTHONDIR": "ipython", "JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "JUPYTER_RUNTIME_DIR": "runtime"}
     folders = {name: str(build / "jupyter" / folder) for name, folder in own.items()}
-    return {"OMP_NUM_THREADS": "1", **os.environ, **folders, "PYTHONUNBUFFERED": "1"}
+    quiet = {"PYTHONWARNINGS": "ignore:IProgress not found"}  # tqdm would like widgets, and the page is no place to say so
+    return {"OMP_NUM_THREADS": "1", **quiet, **os.environ, **folders, "PYTHONUNBUFFERED": "1"}
 
 
 def execute(root: Path, notebook: Path, parameters: dict, limits: Limits, folder: Path, key: str, say=print) -> dict:
