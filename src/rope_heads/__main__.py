@@ -84,7 +84,9 @@ def check_data(arguments) -> int:
 def train(arguments) -> int:
     import torch
 
+    from rope_heads.tasks import TASKS
     from rope_heads.training import RECIPES, Run, changed, run_folder
+    from rope_heads.trajectory import Trajectory
 
     torch.set_num_threads(arguments.threads)
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -92,12 +94,27 @@ def train(arguments) -> int:
     try:
         recipe = changed(RECIPES[arguments.recipe], dict(arguments.set))
         folder = run_folder(arguments.runs, arguments.task, recipe.name, arguments.seed)
-        run = Run(arguments.task, recipe, arguments.seed, folder, keep=arguments.keep, device=arguments.device,
+        measure = Trajectory(TASKS[arguments.task], arguments.seed, recipe.steps) if arguments.measure else None
+        run = Run(arguments.task, recipe, arguments.seed, folder, keep=arguments.keep, device=arguments.device, measure=measure,
                   report=lambda line: print(line, flush=True))
         run.train()
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     print(f"{run.title}: finished, {folder}")
+    return 0
+
+
+def collect(arguments) -> int:
+    from pathlib import Path
+
+    from rope_heads import runs
+
+    try:
+        rows = runs.collect(Path(arguments.runs), arguments.recipe)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    for table, number in rows.items():
+        print(f"data/runs/{arguments.recipe}/{table}.parquet: {number} rows")
     return 0
 
 
@@ -143,10 +160,19 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--set", metavar="NAME=VALUE", type=parameter, action="append", default=[],
                          help="change one value of the recipe (steps, batch, lr, warmup, weight_decay, dropout, clip, precision, ...)")
     command.add_argument("--keep", metavar="STEP", type=whole, nargs="*", default=[], help="also keep the weights after these steps")
+    command.add_argument("--measure", action="store_true", help="also write measures.parquet: scores of every head at every evaluation")
     command.add_argument("--runs", metavar="DIR", default="runs", help="where runs are written (default runs/)")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     command.add_argument("--threads", type=count, default=1, help="threads of this process (default 1: two runs side by side use two cores best)")
     command.set_defaults(handler=train)
+
+    command = commands.add_parser(
+        "collect", help="join finished runs into tables of data/",
+        description="Joins the finished runs RUNS/RECIPE/* into data/runs/RECIPE/accuracy.parquet and heads.parquet. Takes seconds. "
+        "List the new tables with `rope-heads check-data --update`.")
+    command.add_argument("--recipe", required=True, help="name of the folder under RUNS")
+    command.add_argument("--runs", metavar="DIR", default="runs", help="where runs were written (default runs/)")
+    command.set_defaults(handler=collect)
 
     command = commands.add_parser(
         "bench", help="measure speed, as ratios",

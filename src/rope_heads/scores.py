@@ -101,18 +101,22 @@ def swap_weights(table: Float[Tensor, "... content slot"], temperature: float = 
     return ((attention[..., a] - attention[..., b]).abs() / temperature).softmax(-1)
 
 
+def swap_cosines(table: Float[Tensor, "... content slot"]) -> tuple[Float[Tensor, "... swap"], Float[Tensor, "... swap"]]:
+    """Positional and symbolic cosine of every swap, in [0, 1]: 1 and 0 when the weights stay with the slots, 0 and 1 when they follow the content."""
+    a, b = _pairs(table)
+    before = table[..., a, a] - table[..., b, b]  # [..., swap]
+    after = table[..., b, a] - table[..., a, b]  # content b now stands at slot a
+    scale = (_log_cosh(before) + _log_cosh(after)) / 2
+    return torch.exp(_log_cosh((after + before) / 2) - scale), torch.exp(_log_cosh((after - before) / 2) - scale)
+
+
 def positional_symbolic(table: Float[Tensor, "... content slot"], temperature: float = 1e-4) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
     """Positional and symbolic score of each prompt (and head), both in [0, 1], from a table of `swap_logits`. P1, appendix D.
 
     1 and 0: the weights stay with the slots whatever stands there. 0 and 1: they go with the content. At the paper's temperature
     nearly all weight lies on the one swap that moves most mass.
     """
-    a, b = _pairs(table)
-    before = table[..., a, a] - table[..., b, b]  # [..., swap]
-    after = table[..., b, a] - table[..., a, b]  # content b now stands at slot a
-    scale = (_log_cosh(before) + _log_cosh(after)) / 2
-    positional = torch.exp(_log_cosh((after + before) / 2) - scale)
-    symbolic = torch.exp(_log_cosh((after - before) / 2) - scale)
+    positional, symbolic = swap_cosines(table)
     weights = swap_weights(table, temperature)
     return (weights * positional).sum(-1), (weights * symbolic).sum(-1)
 

@@ -1,0 +1,78 @@
+"""Frozen runs: many run folders become a few tables in data/runs, and what a reader's own run should look like beside them."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from rope_heads import artefacts
+
+TABLES = {"log": "accuracy", "measures": "heads"}  # file of a run folder -> table of data/runs/<recipe>
+
+
+def collect(runs: Path, recipe: str, data: Path | None = None) -> dict[str, int]:
+    """Joins the finished runs under runs/<recipe>/ into data/runs/<recipe>/{accuracy,heads}.parquet; rows of each table.
+
+    Columns task and seed come first. The provenance lists every run: command, versions, seconds. A run that is not finished is an error.
+    """
+    folders = sorted(p.parent for p in (Path(runs) / recipe).glob("*/run.json"))
+    if not folders:
+        raise ValueError(f"{Path(runs) / recipe} holds no runs: train some first (rope-heads train --recipe ...)")
+    unfinished = [folder.name for folder in folders if not (folder / "model.safetensors").exists()]
+    if unfinished:
+        raise ValueError(f"runs not finished: {', '.join(unfinished)}; run the same command again, it goes on where it stopped")
+    frames: dict[str, list[pd.DataFrame]] = {}
+    origins = []
+    for folder in folders:
+        identity, origin = artefacts.read_json(folder / "run.json")
+        origins.append(origin)
+        for file, table in TABLES.items():
+            if (folder / f"{file}.parquet").exists():
+                frame = artefacts.read_parquet(folder / f"{file}.parquet")[0]
+                frame.insert(0, "seed", identity["seed"])
+                frame.insert(0, "task", identity["task"])
+                frames.setdefault(table, []).append(frame)
+    out = (data or artefacts.data_folder()) / "runs" / recipe
+    seconds = sum(origin["seconds"] for origin in origins)
+    for table, parts in frames.items():
+        frame = pd.concat(parts, ignore_index=True).sort_values(["task", "seed", "step"], kind="stable", ignore_index=True)
+        command = f"rope-heads collect --recipe {recipe}"
+        artefacts.write_parquet(out / f"{table}.parquet", frame, artefacts.provenance(command, round(seconds, 1), runs=origins))
+    return {table: sum(map(len, parts)) for table, parts in frames.items()}
+
+
+def frozen(recipe: str, table: str = "accuracy") -> pd.DataFrame:
+    """One table of data/runs/<recipe>: "accuracy" (task, seed, step, hops, accuracy, ...) or "heads" (task, seed, step, layer, head, ...)."""
+    return artefacts.read_parquet(artefacts.data_path(f"runs/{recipe}/{table}.parquet"))[0]
+
+
+def origin(recipe: str, table: str = "accuracy") -> dict:
+    """Where a frozen table comes from: the command, and for each run its own command, versions and seconds."""
+    return artefacts.read_parquet(artefacts.data_path(f"runs/{recipe}/{table}.parquet"))[1]
+
+
+def crossings(accuracy: pd.DataFrame, level: float) -> pd.Series:
+    """First step at which accuracy reaches `level` in (0, 1), linear between evaluations, inf when never; by task, seed and hop count."""
+    from rope_heads.claims import crossing_step
+
+    groups = accuracy.sort_values("step").groupby(["task", "seed", "hops"])
+    return groups.apply(lambda run: crossing_step(run.step.to_numpy(), run.accuracy.to_numpy(), level), include_groups=False)
+
+
+def prediction_interval(values, coverage: float = 0.999) -> tuple[float, float]:
+    """Where the value of one more seed should fall, from the values of n seeds: mean -+ t sd sqrt(1 + 1/n), normal values assumed.
+
+    A new seed leaves it once in 1 / (1 - coverage) times; the interval of a mean would be left far more often.
+    """
+    values = np.asarray(values, dtype=float)
+    if len(values) < 2 or not np.isfinite(values).all():
+        raise ValueError(f"needs at least two finite values, got {values.tolist()}")
+    reach = stats.t.ppf((1 + coverage) / 2, len(values) - 1) * values.std(ddof=1) * np.sqrt(1 + 1 / len(values))
+    return float(values.mean() - reach), float(values.mean() + reach)
+
+
+def describe(frame_origin: dict) -> str:
+    """One line for a caption: how many runs, hours of computing, and the command that makes the table again."""
+    runs = frame_origin["runs"]
+    return f"{len(runs)} runs, {sum(run['seconds'] for run in runs) / 3600:.1f} core hours; regenerate with `{frame_origin['command']}`"
