@@ -9,7 +9,7 @@ def _names(layer: int) -> dict[str, str]:
     """Our parameter names of one block -> GPT-J's, where one stands for one."""
     ours, theirs = f"blocks.{layer}.", f"transformer.h.{layer}."
     names = {"attention.out.weight": "attn.out_proj.weight"}
-    for part, (a, b) in {"norm": ("norm", "ln_1"), "in": ("mlp.0", "mlp.fc_in"), "out": ("mlp.2", "mlp.fc_out")}.items():
+    for a, b in (("norm", "ln_1"), ("mlp.0", "mlp.fc_in"), ("mlp.2", "mlp.fc_out")):
         names |= {f"{a}.weight": f"{b}.weight", f"{a}.bias": f"{b}.bias"}
     return {ours + a: theirs + b for a, b in names.items()}
 
