@@ -177,14 +177,14 @@ def test_the_key_follows_the_python_version_but_no_compiled_files(tmp_path, monk
 
 
 def test_a_chapter_that_says_what_it_reads_depends_on_that_alone(tmp_path):
-    chapter = book(tmp_path, "1", rope_heads={"reads": ["data/published/table.csv"]})
+    chapter = book(tmp_path, "1", rope_heads={"reads": ["published/table.csv"]})
     before = runner.cache_key(tmp_path, chapter, {})
     (tmp_path / "data/more.csv").write_text("")
     assert runner.cache_key(tmp_path, chapter, {}) == before
     (tmp_path / "data/published/table.csv").write_text("changed")
     assert runner.cache_key(tmp_path, chapter, {}) != before
     (tmp_path / "data/published/table.csv").unlink()
-    with pytest.raises(runner.ChapterError, match="^one: its metadata says that it reads data/published/table.csv, which is not there"):
+    with pytest.raises(runner.ChapterError, match="^one: its metadata say that it reads data/published/table.csv, which is not there"):
         runner.cache_key(tmp_path, chapter, {})
 
 

@@ -67,17 +67,17 @@ def parameters_of(mode: str, extra: dict | None = None) -> dict:
 
 
 def files_read(root: Path, notebook: Path) -> list[Path]:
-    """Files of data/ a chapter depends on: its metadata `rope_heads: {"reads": ["data/..."]}`, all of data/ without it."""
+    """Files of data/ a chapter depends on: those its metadata name (`rope_heads: {"reads": ["published"]}`), all of data/ otherwise."""
     try:
         metadata = json.loads(notebook.read_text(encoding="utf-8"))["metadata"]
     except (ValueError, KeyError) as error:
         raise ChapterError(f"{notebook.stem}: {notebook.name} is not a notebook ({type(error).__name__}: {error})") from None
     found = []
-    for name in metadata.get("rope_heads", {}).get("reads", ["data"]):
-        path = root / name
-        if not path.exists() and name != "data":
-            raise ChapterError(f"{notebook.stem}: its metadata says that it reads {name}, which is not there")
-        found += sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path] if path.exists() else []
+    for name in metadata.get("rope_heads", {}).get("reads", ["."]):
+        path = root / "data" / name
+        if not path.exists():
+            raise ChapterError(f"{notebook.stem}: its metadata say that it reads data/{name}, which is not there")
+        found += sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
     return found
 
 
