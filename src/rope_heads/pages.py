@@ -169,10 +169,11 @@ def render(build_folder: Path, target: Path, report: dict, strict: bool = True) 
     command += ["-W", "-n", "--keep-going"] if strict else []
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace",
                           stdin=subprocess.DEVNULL, env=runner.environment(build_folder))
-    write_bytes(build_folder / "render.log", done.stdout.encode())
+    output = runner.plain(done.stdout)
+    write_bytes(build_folder / "render.log", output.encode())
     html = fresh / "_build" / "html"
     if done.returncode or not (html / "index.html").is_file():
-        lines = done.stdout.splitlines()
+        lines = output.splitlines()
         telling = [line for line in lines if "WARNING" in line or "ERROR" in line or "rror:" in line] or lines[-15:]
         raise runner.ChapterError("the pages could not be rendered (all of it in _build/render.log):\n" + "\n".join(telling))
     write_report(html, report)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import threading
@@ -193,6 +194,11 @@ def execute(root: Path, notebook: Path, parameters: dict, limits: Limits, folder
     return record
 
 
+def plain(text: str) -> str:
+    """Text without the terminal's colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
 def _where(progress: Path) -> str:
     try:
         cell, cells = json.loads(progress.read_text(encoding="utf-8"))
@@ -273,7 +279,7 @@ def _execute_here(work: Path) -> dict:
             request_save_on_cell_execute=False, execution_timeout=max(1, round(job["cell_limit"])),
             cwd=str(Path(job["notebook"]).parent), on_cell_start=begin)
     except papermill.PapermillExecutionError as error:
-        return {"error": f"cell {number(error.cell_index)} raised {error.ename}: {error.evalue}\n{_plain(error.traceback)}"}
+        return {"error": f"cell {number(error.cell_index)} raised {error.ename}: {error.evalue}\n{plain('\n'.join(error.traceback))}"}
     except CellTimeoutError:
         return {"error": f"cell {state['cell']} took longer than its limit of {job['cell_limit']:g} s"}
     except DeadKernelError:
@@ -285,12 +291,6 @@ def _execute_here(work: Path) -> dict:
     stderr = _tidy(notebook, job["parameters"])
     Path(job["output"]).write_text(nbformat.writes(notebook), encoding="utf-8")
     return {"stderr": stderr, "versions": _versions()}
-
-
-def _plain(traceback: list[str]) -> str:
-    import re
-
-    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(traceback))
 
 
 def _versions() -> dict:
