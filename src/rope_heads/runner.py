@@ -279,7 +279,8 @@ def _execute_here(work: Path) -> dict:
             request_save_on_cell_execute=False, execution_timeout=max(1, round(job["cell_limit"])),
             cwd=str(Path(job["notebook"]).parent), on_cell_start=begin)
     except papermill.PapermillExecutionError as error:
-        return {"error": f"cell {number(error.cell_index)} raised {error.ename}: {error.evalue}\n{plain('\n'.join(error.traceback))}"}
+        trace = plain("\n".join(error.traceback))
+        return {"error": f"cell {number(error.cell_index)} raised {error.ename}: {error.evalue}\n{trace}"}
     except CellTimeoutError:
         return {"error": f"cell {state['cell']} took longer than its limit of {job['cell_limit']:g} s"}
     except DeadKernelError:
