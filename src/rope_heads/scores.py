@@ -43,7 +43,8 @@ def attention_swap_logits(attention: Attention, x: Float[Tensor, "prompt positio
     if attention.positions == "rope":
         # turning the query back by each slot once costs slot x d_head; turning every key to every slot would cost content x slot x d_head
         cos, sin = rotary_tables(at - torch.arange(at + 1), attention.angles, torch.float64 if x.dtype == torch.float64 else torch.float32)
-        q = rotate(q[:, None], cos[:, None].to(x.device), sin[:, None].to(x.device), attention.pairing)  # [prompt, slot, head, d_head]
+        turned = q[:, None].expand(-1, at + 1, -1, -1)  # [prompt, slot, head, d_head]
+        q = rotate(turned, cos[:, None].to(x.device), sin[:, None].to(x.device), attention.pairing)
         table = torch.einsum("bphd,bchd->bhcp", q, k)
     else:
         table = torch.einsum("bhd,bchd->bhc", q, k)[..., None].expand(-1, -1, -1, at + 1)
