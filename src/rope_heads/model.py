@@ -73,6 +73,8 @@ class Dropout(nn.Module):
 
     def reseed(self, seed: int, step: int) -> None:
         self.rng = np.random.Generator(np.random.SFC64([seed, step]))
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed((seed << 32) + step)
 
     def forward(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         if not self.training or self.p == 0:
