@@ -73,17 +73,17 @@ def test_runs_are_joined_with_their_provenance(tmp_path):
         measure = Trajectory(NUMBER if task == "number" else LETTER, seed, 20)
         Run(task, recipe, seed, tmp_path / "runs" / "tiny" / f"{task}-{seed}", config={"layers": 1, "width": 16, "mlp": 16}, evaluate_every=10,
             tests_per_hop=10, measure=measure, report=lambda line: None).train()  # fmt: skip
-    rows = runs.collect(tmp_path / "runs", "tiny", tmp_path / "data")
-    accuracy, origin = artefacts.read_parquet(tmp_path / "data" / "runs" / "tiny" / "accuracy.parquet")
+    rows = runs.collect(tmp_path / "runs", ["tiny"], "small", tmp_path / "data")
+    accuracy, origin = artefacts.read_parquet(tmp_path / "data" / "runs" / "small" / "accuracy.parquet")
     assert rows == {"accuracy": 3 * 3 * 4, "heads": 3 * 3} and len(accuracy) == 36
-    assert accuracy[["task", "seed"]].drop_duplicates().to_numpy().tolist() == [["letter", 0], ["number", 0], ["number", 1]]
+    assert (accuracy.recipe == "tiny").all() and accuracy[["task", "seed"]].drop_duplicates().to_numpy().tolist() == [["letter", 0], ["number", 0], ["number", 1]]
     assert len(origin["runs"]) == 3 and all(run["command"].startswith("rope-heads train") and run["seconds"] > 0 for run in origin["runs"])
     assert "3 runs" in runs.describe(origin)
     (tmp_path / "runs" / "tiny" / "number-1" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="not finished: number-1"):
-        runs.collect(tmp_path / "runs", "tiny", tmp_path / "data")
+    with pytest.raises(ValueError, match="not finished: tiny/number-1"):
+        runs.collect(tmp_path / "runs", ["tiny"], "small", tmp_path / "data")
     with pytest.raises(ValueError, match="holds no runs"):
-        runs.collect(tmp_path / "runs", "absent", tmp_path / "data")
+        runs.collect(tmp_path / "runs", ["absent"], "small", tmp_path / "data")
 
 
 def test_prediction_interval_covers_a_new_seed_as_often_as_it_says():

@@ -110,11 +110,11 @@ def collect(arguments) -> int:
     from rope_heads import runs
 
     try:
-        rows = runs.collect(Path(arguments.runs), arguments.recipe)
+        rows = runs.collect(Path(arguments.runs), arguments.recipe, arguments.into or arguments.recipe[0])
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     for table, number in rows.items():
-        print(f"data/runs/{arguments.recipe}/{table}.parquet: {number} rows")
+        print(f"data/runs/{arguments.into or arguments.recipe[0]}/{table}.parquet: {number} rows")
     return 0
 
 
@@ -168,9 +168,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "collect", help="join finished runs into tables of data/",
-        description="Joins the finished runs RUNS/RECIPE/* into data/runs/RECIPE/accuracy.parquet and heads.parquet. Takes seconds. "
+        description="Joins the finished runs RUNS/RECIPE/* into data/runs/NAME/accuracy.parquet and heads.parquet. Takes seconds. "
         "List the new tables with `rope-heads check-data --update`.")
-    command.add_argument("--recipe", required=True, help="name of the folder under RUNS")
+    command.add_argument("--recipe", required=True, nargs="+", help="names of folders under RUNS")
+    command.add_argument("--into", metavar="NAME", help="name of the folder under data/runs (default: the first recipe)")
     command.add_argument("--runs", metavar="DIR", default="runs", help="where runs were written (default runs/)")
     command.set_defaults(handler=collect)
 

@@ -11,45 +11,44 @@ from rope_heads import artefacts
 TABLES = {"log": "accuracy", "measures": "heads"}  # file of a run folder -> table of data/runs/<recipe>
 
 
-def collect(runs: Path, recipe: str, data: Path | None = None) -> dict[str, int]:
-    """Joins the finished runs under runs/<recipe>/ into data/runs/<recipe>/{accuracy,heads}.parquet; rows of each table.
+def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None) -> dict[str, int]:
+    """Joins the finished runs under runs/<recipe>/ into data/runs/<into>/{accuracy,heads}.parquet; rows of each table.
 
-    Columns task and seed come first. The provenance lists every run: command, versions, seconds. A run that is not finished is an error.
+    Columns recipe, task and seed come first. The provenance lists every run: command, versions, seconds. A run that is not finished is an error.
     """
-    folders = sorted(p.parent for p in (Path(runs) / recipe).glob("*/run.json"))
+    folders = [path.parent for recipe in recipes for path in sorted((Path(runs) / recipe).glob("*/run.json"))]
     if not folders:
-        raise ValueError(f"{Path(runs) / recipe} holds no runs: train some first (rope-heads train --recipe ...)")
-    unfinished = [folder.name for folder in folders if not (folder / "model.safetensors").exists()]
+        raise ValueError(f"{runs} holds no runs of {', '.join(recipes)}: train some first (rope-heads train --recipe ...)")
+    unfinished = [str(folder.relative_to(runs)) for folder in folders if not (folder / "model.safetensors").exists()]
     if unfinished:
         raise ValueError(f"runs not finished: {', '.join(unfinished)}; run the same command again, it goes on where it stopped")
     frames: dict[str, list[pd.DataFrame]] = {}
     origins = []
     for folder in folders:
-        identity, origin = artefacts.read_json(folder / "run.json")
-        origins.append(origin)
+        identity, made = artefacts.read_json(folder / "run.json")
+        origins.append(made)
         for file, table in TABLES.items():
             if (folder / f"{file}.parquet").exists():
                 frame = artefacts.read_parquet(folder / f"{file}.parquet")[0]
-                frame.insert(0, "seed", identity["seed"])
-                frame.insert(0, "task", identity["task"])
+                for place, (name, value) in enumerate((("recipe", identity["recipe"]["name"]), ("task", identity["task"]), ("seed", identity["seed"]))):
+                    frame.insert(place, name, value)
                 frames.setdefault(table, []).append(frame)
-    out = (data or artefacts.data_folder()) / "runs" / recipe
-    seconds = sum(origin["seconds"] for origin in origins)
+    command = f"rope-heads collect --into {into} --recipe " + " ".join(recipes)
+    told = artefacts.provenance(command, round(sum(made["seconds"] for made in origins), 1), runs=origins)
     for table, parts in frames.items():
-        frame = pd.concat(parts, ignore_index=True).sort_values(["task", "seed", "step"], kind="stable", ignore_index=True)
-        command = f"rope-heads collect --recipe {recipe}"
-        artefacts.write_parquet(out / f"{table}.parquet", frame, artefacts.provenance(command, round(seconds, 1), runs=origins))
+        frame = pd.concat(parts, ignore_index=True).sort_values(["recipe", "task", "seed", "step"], kind="stable", ignore_index=True)
+        artefacts.write_parquet((data or artefacts.data_folder()) / "runs" / into / f"{table}.parquet", frame, told)
     return {table: sum(map(len, parts)) for table, parts in frames.items()}
 
 
-def frozen(recipe: str, table: str = "accuracy") -> pd.DataFrame:
-    """One table of data/runs/<recipe>: "accuracy" (task, seed, step, hops, accuracy, ...) or "heads" (task, seed, step, layer, head, ...)."""
-    return artefacts.read_parquet(artefacts.data_path(f"runs/{recipe}/{table}.parquet"))[0]
+def frozen(name: str, table: str = "accuracy") -> pd.DataFrame:
+    """One table of data/runs/<name>: "accuracy" (recipe, task, seed, step, hops, accuracy, ...) or "heads" (recipe, task, seed, step, layer, head, ...)."""
+    return artefacts.read_parquet(artefacts.data_path(f"runs/{name}/{table}.parquet"))[0]
 
 
-def origin(recipe: str, table: str = "accuracy") -> dict:
+def origin(name: str, table: str = "accuracy") -> dict:
     """Where a frozen table comes from: the command, and for each run its own command, versions and seconds."""
-    return artefacts.read_parquet(artefacts.data_path(f"runs/{recipe}/{table}.parquet"))[1]
+    return artefacts.read_parquet(artefacts.data_path(f"runs/{name}/{table}.parquet"))[1]
 
 
 def crossings(accuracy: pd.DataFrame, level: float) -> pd.Series:
