@@ -8,6 +8,7 @@ import sys
 
 import pandas
 import pytest
+import torch
 
 from rope_heads import artefacts
 
@@ -55,6 +56,18 @@ def test_json_and_parquet_return_what_was_written_with_its_origin(tmp_path):
     pandas.testing.assert_frame_equal(read, frame, check_dtype=False)
     assert read_origin == origin and origin["prompts"] == 300 and origin["versions"]["numpy"]
     assert artefacts.read_json(tmp_path / "a.json") == ({"x": [1, 2]}, origin)
+
+
+def test_the_same_tensors_give_the_same_bytes(tmp_path):
+    tensors = {name: torch.arange(12.0).reshape(3, 4) for name in "abcde"}
+    metadata = {name: "value" for name in "klmnopq"}
+    contents = set()
+    for _ in range(20):
+        artefacts.write_tensors(tmp_path / "a.safetensors", tensors, metadata)
+        contents.add((tmp_path / "a.safetensors").read_bytes())
+    assert len(contents) == 1
+    read, read_metadata = artefacts.read_tensors(tmp_path / "a.safetensors")
+    assert read_metadata == metadata and all(torch.equal(read[name], tensors[name]) for name in tensors)
 
 
 def test_files_without_origin_are_refused_by_name(tmp_path):

@@ -162,9 +162,10 @@ def write_tensors(path, tensors: dict, metadata: dict[str, str]) -> None:
     from safetensors.torch import save_file
 
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    own = json.dumps({**metadata, "sha256": _digest(tensors, metadata)}, sort_keys=True)
     try:
         with atomic(path) as temporary:
-            save_file(tensors, temporary, {**metadata, "sha256": _digest(tensors, metadata)})
+            save_file(tensors, temporary, {"rope_heads": own})  # one entry, because safetensors writes several in random order
     except SafetensorError as error:
         raise OSError(f"{path} was not written ({error}); what stood there before is unchanged") from None
 
@@ -180,6 +181,8 @@ def read_tensors(path) -> tuple[dict, dict[str, str]]:
         raise
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a complete safetensors file ({error}); fetch it or train it again") from None
+    with contextlib.suppress(KeyError, ValueError):  # a file of an earlier version has its entries side by side
+        metadata = json.loads(metadata["rope_heads"])
     if "sha256" not in metadata:
         raise ValueError(f"{path} was not written by this project: its metadata holds no sha256")
     stored = metadata.pop("sha256")
