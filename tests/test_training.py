@@ -117,6 +117,16 @@ def test_measures_are_called_at_every_evaluation_and_survive_a_resume(tmp_path):
     assert table.step.tolist() == [0, 10, 20, 30] and table.norm.nunique() == 4
 
 
+def test_it_stops_when_every_hop_count_is_good_enough(tmp_path, monkeypatch):
+    accuracies = iter([{1: 0.1, 2: 0.1}, {1: 1.0, 2: 0.5}, {1: 0.9, 2: 0.95}, {1: 1.0, 2: 1.0}])
+    monkeypatch.setattr("rope_heads.training.accuracy_by_hops", lambda model, batch: next(accuracies))
+    run = start(tmp_path, until=0.9)
+    run.train()
+    assert run.step == 20 and run.final.exists() and artefacts.read_json(tmp_path / "run.json")[1]["step"] == 20
+    with pytest.raises(ValueError, match="until must be in"):
+        start(tmp_path, until=1.5)
+
+
 def test_rate_is_the_trainers_linear_schedule():
     from transformers import get_linear_schedule_with_warmup
 
