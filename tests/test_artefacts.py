@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 
 import pandas
 import pytest
@@ -123,3 +124,22 @@ def test_data_is_the_checkout_s_and_missing_files_are_named():
 def test_the_repository_s_data_is_as_listed():
     count, problems = artefacts.check_data(artefacts.data_folder())
     assert problems == []
+
+
+def test_the_wheel_carries_the_published_data_and_reads_them_outside_a_checkout(tmp_path):
+    """What a chapter opened in Colab has: the package alone, with data/published inside."""
+    root = artefacts.repository()
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", str(tmp_path), str(root)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path / "installed")
+    program = ("from rope_heads import artefacts\nprint(artefacts.repository(), artefacts.data_path('published/claims.toml'))\n"
+               "try: artefacts.data_path('runs/none.parquet')\nexcept FileNotFoundError as error: print(error)")  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    place, refusal = done.stdout.splitlines()
+    assert place == f"None {tmp_path / 'installed/rope_heads/data/published/claims.toml'}"
+    assert refusal == "data/runs/none.parquet is not here: run this from a checkout of the repository"
+    carried = {path.relative_to(tmp_path / "installed/rope_heads/data") for path in (tmp_path / "installed/rope_heads/data").rglob("*.*")}
+    assert carried == {path.relative_to(root / "data") for path in (root / "data/published").rglob("*.*")}
