@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 import pytest
+import yaml
 from axe_playwright_python.sync_playwright import Axe
 from bs4 import BeautifulSoup
 from playwright.sync_api import sync_playwright
@@ -136,6 +137,15 @@ def test_executed_chapters_say_what_they_took(site):
     for record in report["chapters"]:
         text = parsed(site / "book" / f"{record['chapter']}.html").select_one(".measured").text
         assert f"{record['peak_memory_mb']} MB" in text and record["executed"][:10] in text
+
+
+def test_every_chapter_opens_in_colab_from_the_tag_that_its_first_cell_installs(site):
+    repository = yaml.safe_load((ROOT / "_config.yml").read_text())["repository"]
+    place = repository["url"].removeprefix("https://github.com/") + f"/blob/{repository['branch']}"
+    for record in json.loads((site / "report.json").read_text())["chapters"]:
+        name = f"book/{record['chapter']}"
+        links = [tag["href"] for tag in parsed(site / f"{name}.html").select('a[href*="colab"]')]
+        assert links == [f"https://colab.research.google.com/github/{place}/{name}.ipynb"]
 
 
 def test_solutions_are_folded(site):
