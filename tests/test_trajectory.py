@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rope_heads import artefacts, runs
-from rope_heads.circuits import plane_products, plane_use, weighted_id
 from rope_heads.model import Config, Transformer
 from rope_heads.scores import positional_symbolic, swap_logits
 from rope_heads.tasks import LETTER, NUMBER, QUERY
@@ -50,21 +49,6 @@ def test_ten_steps_hold_the_ends_and_fall_on_evaluations():
     for steps in (6_750, 1_750):
         chosen = ten_steps(steps)
         assert len(chosen) == 10 and chosen[0] == 0 and chosen[-1] == steps and all(step % 50 == 0 for step in chosen)
-
-
-def test_plane_products_add_up_to_the_logit():
-    torch.manual_seed(0)
-    model = Transformer(Config(layers=1, width=32, heads=2)).double().eval()
-    hidden = model.layer_inputs(torch.from_numpy(LETTER.sample(5, None, np.random.default_rng(0)).tokens))[0]
-    block = model.blocks[0]
-    logits = block.attention.logits(block.norm(hidden), 1)[:, :, 0]  # [prompt, head, key]
-    assert torch.allclose(plane_products(model, 0, hidden).sum(2) * block.attention.scale, logits, atol=1e-10)
-
-
-def test_plane_use_takes_the_largest_key_and_the_mean_prompt():
-    products = torch.tensor([[[[1.0, 5.0], [2.0, 0.0]]], [[[3.0, 1.0], [0.0, -2.0]]]])  # [prompt, head, pair, key]
-    assert plane_use(products).tolist() == [[4.0, 1.0]]
-    assert weighted_id(torch.tensor([100.0, 0.0, 0.0])) == pytest.approx(1) and weighted_id(torch.zeros(64)) == pytest.approx(32.5)
 
 
 def test_runs_are_joined_with_their_provenance(tmp_path):
