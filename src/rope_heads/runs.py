@@ -6,13 +6,15 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from rope_heads import artefacts
+from rope_heads import artefacts, final
 
-TABLES = {"log": "accuracy", "measures": "heads"}  # file of a run folder -> table of data/runs/<recipe>
+# file of a run folder -> table of data/runs/<name>; the files of `rope-heads measure` keep their names
+TABLES = {"log": "accuracy", "measures": "heads"} | {name: name for name in final.TABLES}
+FILES = {table: file for file, table in TABLES.items()}
 
 
 def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None) -> dict[str, int]:
-    """Joins the finished runs under runs/<recipe>/ into data/runs/<into>/{accuracy,heads}.parquet; rows of each table.
+    """Joins the finished runs under runs/<recipe>/ into data/runs/<into>/{accuracy,heads,...}.parquet; rows of each table.
 
     Columns recipe, task and seed come first. The provenance lists every run: command, versions, seconds. A run that is not finished is an error.
     """
@@ -33,6 +35,10 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None)
                 for place, (name, value) in enumerate((("recipe", identity["recipe"]["name"]), ("task", identity["task"]), ("seed", identity["seed"]))):
                     frame.insert(place, name, value)
                 frames.setdefault(table, []).append(frame)
+    for table, parts in frames.items():
+        if len(parts) < len(folders):
+            lacking = [str(folder.relative_to(runs)) for folder in folders if not (folder / f"{FILES[table]}.parquet").exists()]
+            raise ValueError(f"table {table} is there for some runs and missing for {', '.join(lacking)}: measure them (rope-heads measure --run)")
     command = f"rope-heads collect --into {into} --recipe " + " ".join(recipes)
     told = artefacts.provenance(command, round(sum(made["seconds"] for made in origins), 1), runs=origins)
     for table, parts in frames.items():

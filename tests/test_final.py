@@ -1,0 +1,240 @@
+"""What `rope-heads measure` writes, against loops over prompts and against the interventions one at a time."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from rope_heads import __main__ as command_line
+from rope_heads import artefacts, circuits, final, interventions, runs
+from rope_heads.final import Prompts, prompt_sets
+from rope_heads.model import Config, Transformer
+from rope_heads.scores import positional_symbolic, swap_logits
+from rope_heads.tasks import LETTER, NUMBER, Batch
+from rope_heads.training import Recipe, Run, accuracy_by_hops, first_of_each
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(type(NUMBER), "split", lambda self, name, seed: self.sample(400, None, np.random.default_rng([seed, len(name)])))
+    monkeypatch.setattr(final, "PROMPTS", 10)
+    monkeypatch.setattr(final, "PLANE_TESTS", 20)
+
+
+def sharp(task, **changes) -> Transformer:
+    torch.manual_seed(2)
+    model = Transformer(Config(**({"vocab_size": task.vocabulary_size, "layers": 3, "heads": 2, "width": 32, "dropout": 0.0, "init_std": 0.3} | changes)))
+    return model.eval()
+
+
+def prompts_of(model, task, count=20):
+    batch = prompt_sets(task, 0, count)[1]
+    return batch, Prompts(model, task, batch)
+
+
+def test_the_three_sets_share_no_sequence_and_are_sorted():
+    sets = prompt_sets(NUMBER, 0, 30)
+    test = NUMBER.split("test", 0)
+    for batch in sets:
+        assert batch.hops.tolist() == sorted([1, 2, 3, 4] * 30)
+    rows = [tuple(row) for batch in sets for row in batch.tokens]
+    assert len(set(rows)) == 360 and set(rows) <= {tuple(row) for row in test.tokens}
+    first_two_hops = test.tokens[test.hops == 2][:30]
+    assert (sets[0].tokens[30:60] == first_two_hops).all()
+
+
+@torch.inference_mode()
+def test_where_tokens_look_against_loops():
+    model = sharp(NUMBER)
+    batch, prompts = prompts_of(model, NUMBER)
+    rows = pd.DataFrame(final.where_tokens_look(prompts)).set_index(["hops", "layer", "head", "looker", "target"]).share
+    for layer in range(3):
+        pattern = model.attention(layer, model.layer_inputs(prompts.tokens)[layer])
+        counted: dict = {}
+        for tokens, hops, weights in zip(batch.tokens, batch.hops.tolist(), pattern, strict=True):
+            chain = NUMBER.chain(tokens)
+            for head in range(2):
+                for i in range(hops):
+                    at = int(weights[head, chain[i]].argmax())
+                    for j in range(i, hops + 1):
+                        counted.setdefault((hops, layer, head, i, j), []).append(at == chain[j])
+        for key, values in counted.items():
+            assert rows[key] == pytest.approx(np.mean(values))
+    assert len(rows) == 3 * 2 * (2 + 5 + 9 + 14)
+
+
+@torch.inference_mode()
+def test_what_is_held_against_the_view():
+    model = sharp(NUMBER)
+    batch, prompts = prompts_of(model, NUMBER)
+    rows = pd.DataFrame(final.what_is_held(model, prompts))
+    view = circuits.last_token_view(model, prompts.tokens)
+    row = rows[(rows.hops == 3) & (rows.layer == 2) & (rows["head"] == 1)].iloc[0]
+    mine = np.flatnonzero(batch.hops == 3)
+    assert row.held_answer == pytest.approx(np.mean([int(view.held[2, i]) == batch.answers[i] for i in mine]))
+    assert row.copied_answer == pytest.approx(np.mean([int(view.copied[2, i, 1]) == batch.answers[i] for i in mine]))
+    there = [int(view.copied[2, i, 1]) == batch.tokens[i, int(view.looked_at[2, i, 1])] for i in mine]
+    assert row.copied_looked_at == pytest.approx(np.mean(there)) and row.weight == pytest.approx(float(view.weight[2, mine, 1].mean()))
+
+
+@torch.inference_mode()
+def test_planes_tell_an_index_head_that_knows_letters_from_integers():
+    """One plane: queries that lag by v x angle, keys that are opposite for letters and integers."""
+    model = sharp(NUMBER, layers=1, heads=1, width=4, d_head=2, mlp=0)
+    attention = model.blocks[0].attention
+    angle = float(attention.angles[0])
+    model.blocks[0].norm = torch.nn.Identity()
+    ids = torch.arange(137)
+    turned = torch.stack((torch.cos(-angle * ids.float()), torch.sin(-angle * ids.float())), -1)
+    sign = torch.where(ids > 16, 1.0, -1.0)
+    model.embedding.weight.copy_(torch.cat((turned, torch.stack((sign, 0 * sign), -1)), -1))
+    attention.qkv.weight.copy_(torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 3, 0], [0, 0, 0, 3], [0] * 4, [0] * 4]))
+    _, prompts = prompts_of(model, NUMBER)
+    (row,) = final.dominant_planes(model, prompts)
+    assert row["pointing"] == pytest.approx(1, abs=1e-5) and row["query_alignment"] < 0.9
+    assert row["kinds"] == pytest.approx(-1) and row["window_alignment"] == row["pre_alignment"] == pytest.approx(1)
+    assert (row["plane"], row["window_length"], row["query_length"]) == (1, pytest.approx(3), pytest.approx(1))
+
+
+@torch.inference_mode()
+def test_scores_by_kind_are_the_scores_of_a_shorter_list_of_swaps():
+    model = sharp(NUMBER)
+    batch, prompts = prompts_of(model, NUMBER)
+    rows = pd.DataFrame(final.scores_by_kind(model, prompts)).set_index(["hops", "layer", "head", "swaps"])
+    table = swap_logits(model, 1, prompts.streams[1]).double()  # [prompt, head, content, slot]
+    window = [*range(8), 16]
+    few = table[:, :, window][..., window]  # the table of a prompt without pre-target tokens
+    mine = torch.from_numpy(batch.hops == 2)
+    attention = table.diagonal(dim1=-2, dim2=-1).softmax(-1)
+    a, b = torch.triu_indices(8, 8, 1)
+    weights = ((attention[..., a] - attention[..., b]).abs() / 1e-4).softmax(-1)
+    positional, _ = positional_symbolic(few, temperature=1e9)  # equal weights: only the cosines are taken from here
+    assert positional.shape == (len(batch.hops), 2)
+    before, after = few[..., a, a] - few[..., b, b], few[..., b, a] - few[..., a, b]
+    v, w = (torch.stack((x, torch.zeros_like(x)), -1).softmax(-1) for x in (before, after))
+    cosine = torch.nn.functional.cosine_similarity(v, w, dim=-1)
+    expected = (weights * cosine).sum(-1)[mine].mean(0)
+    assert rows.loc[(2, 1, 0, "window")].positional == pytest.approx(float(expected[0]), abs=1e-6)
+    assert rows.loc[(2, 1, 1, "window")].positional == pytest.approx(float(expected[1]), abs=1e-6)
+    assert len(rows) == 4 * 3 * 2 * 3
+
+
+@torch.inference_mode()
+def test_interventions_are_those_of_the_module():
+    """Every row of one layer and head again, by editing the whole model."""
+    model = sharp(LETTER)
+    batch, prompts = prompts_of(model, LETTER)
+    reference = Prompts(model, LETTER, prompt_sets(LETTER, 0, 20)[0])
+    means = final.mean_outputs(model, reference)
+    found = pd.DataFrame(final.interventions_on_heads(model, LETTER, prompts, means, np.random.default_rng(4)))
+    found = found.set_index(["hops", "layer", "head", "token", "kind"])
+    rng = np.random.default_rng(4)
+    for h in range(1, 5):
+        mine = np.flatnonzero(batch.hops == h)
+        tokens, right = prompts.tokens[mine], prompts.answers[mine]
+        places = final.tokens_to_change(prompts.chain[mine], rng)
+        inputs = model.layer_inputs(tokens)
+        for layer, head in ((0, 1), (2, 0)):
+            outputs = circuits.head_outputs(model, layer, inputs[layer])
+            mean = torch.stack([circuits.head_outputs(model, layer, x[None])[0] for x in reference.streams[layer]]).mean(0)[:, head]
+            for place, token in enumerate(final.TOKENS):
+                at = places[:, place]
+                if place < 4 and place >= h:
+                    assert (at == -1).all() and (h, layer, head, token, "mean") not in found.index
+                    continue
+                edit = interventions.replace_output(head, at, mean[at])
+                answered = interventions.run(model, inputs[0], {layer: [edit]}).argmax(-1)
+                assert found.accuracy[h, layer, head, token, "mean"] == pytest.approx(float((answered == right).float().mean()))
+                if place < 4:
+                    donors = [(i + 1) % len(mine) for i in range(len(mine))]
+                    given = torch.stack([outputs[d, at[d], head] for d in donors])
+                    answered = interventions.run(model, inputs[0], {layer: [interventions.replace_output(head, at, given)]}).argmax(-1)
+                    assert found.accuracy_donor[h, layer, head, token, "donor"] == pytest.approx(float((answered == right[donors]).float().mean()))
+
+
+def test_changed_tokens_lie_where_they_should():
+    batch = NUMBER.sample(400, None, np.random.default_rng(0))
+    chain = circuits.chains(NUMBER, batch.tokens)
+    places = final.tokens_to_change(chain, np.random.default_rng(1)).numpy()
+    for tokens, hops, row in zip(batch.tokens, batch.hops, places, strict=True):
+        visited = NUMBER.chain(tokens)
+        assert row[:4].tolist() == visited[:hops] + [-1] * (4 - hops)
+        assert 0 <= row[4] <= 15 and 8 <= row[5] <= 15 and not {row[4], row[5]} & set(visited)
+    assert set(places[:, 4]) == set(range(16))
+
+
+@torch.inference_mode()
+def test_forbidden_looks_by_name():
+    model = sharp(NUMBER)
+    batch, prompts = prompts_of(model, NUMBER)
+    rows = pd.DataFrame(final.looks_forbidden(model, prompts)).set_index(["hops", "forbidden"])
+    mine = torch.from_numpy(batch.hops == 3)
+    chain, right = prompts.chain[mine], prompts.answers[mine]
+    for name, pairs in {"p1 to p2": [(1, 2)], "jumps": [(0, 2), (0, 3), (1, 3)], "not the query's": [(1, 2), (1, 3), (2, 3)], "none": []}.items():
+        logits = interventions.run(model, model.embed(prompts.tokens[mine]), forbidden=[(chain[:, i], chain[:, j]) for i, j in pairs])
+        assert rows.accuracy[3, name] == pytest.approx(float((logits.argmax(-1) == right).float().mean())) and rows.looks[3, name] == len(pairs)
+    assert len(rows) == (1 + 3 + 6 + 10) + 4 * 3
+
+
+@torch.inference_mode()
+def test_tests_cover_the_split_and_the_registered_planes():
+    model = sharp(NUMBER, width=128, heads=1, layers=2)
+    test = NUMBER.split("test", 0)
+    rows = pd.DataFrame(final.test_accuracy(model, test)).set_index(["planes_off", "hops"])
+    whole = accuracy_by_hops(model, test)
+    few = first_of_each(test, 20)
+    for name, planes in (("1-8", range(1, 9)), ("33-64", range(33, 65))):  # claim own-planes-causal
+        off = accuracy_by_hops(interventions.without_planes(model, planes), few)
+        assert [rows.accuracy[name, h] for h in range(1, 5)] == [off[h] for h in range(1, 5)] and rows.tests[name, 1] == 20
+    assert [rows.accuracy["none", h] for h in range(1, 5)] == [whole[h] for h in range(1, 5)] and rows.tests["none", 1] == 100
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "runs" / "tiny" / "number-0"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(NUMBER), "split", lambda self, name, seed: self.sample(400, None, np.random.default_rng([seed, len(name)])))
+        Run("number", Recipe(name="tiny", steps=20, batch=8, warmup=2), 0, folder, keep=[0, 10, 20], config={"layers": 2, "width": 16, "mlp": 16},
+            evaluate_every=10, tests_per_hop=10, report=lambda line: None).train()  # fmt: skip
+    return folder
+
+
+def test_measure_writes_tables_that_collect_joins(finished, capsys, tmp_path):
+    assert command_line.main(["measure", "--run", str(finished)]) == 0
+    told = capsys.readouterr().out
+    for name in final.TABLES:
+        frame, origin = artefacts.read_parquet(finished / f"{name}.parquet")
+        assert f"{name}.parquet: {len(frame)} rows" in told and origin["command"] == "rope-heads measure --run RUNS/tiny/number-0"
+        assert set(frame.step) == ({0, 10, 20} if name in ("looks", "lens", "planes", "kinds", "mechanism") else {20})
+    mechanism = artefacts.read_parquet(finished / "mechanism.parquet")[0]
+    assert mechanism[mechanism.step == 20][["follows", "lost", "kept", "ideal"]].notna().all(axis=None)
+    rows = runs.collect(finished.parents[1], ["tiny"], "tiny", tmp_path)
+    assert rows["ablation"] == 2 * sum(2 * h + 3 for h in range(1, 5))  # p0 to p(h-1) twice, two tokens off the chain, one pattern
+    assert set(rows) == {"accuracy", *final.TABLES}
+
+
+def test_kept_weights_give_the_row_of_their_step(finished):
+    final.measure_run(finished, report=lambda line: None)
+    looks = artefacts.read_parquet(finished / "looks.parquet")[0]
+    with torch.inference_mode():
+        model = Transformer.load(finished / "step-00010.safetensors")
+        batch = prompt_sets(NUMBER, 0)[1]
+        expected = pd.DataFrame(final.where_tokens_look(Prompts(model, NUMBER, Batch(*batch))))
+    assert looks[looks.step == 10].share.tolist() == expected.share.tolist()
+
+
+def test_a_run_that_is_not_finished_is_refused(tmp_path, capsys):
+    assert command_line.main(["measure", "--run", str(tmp_path / "absent")]) == 2
+    error = capsys.readouterr().err
+    assert "holds no finished run" in error and error.count("\n") == 1
+
+
+def test_a_table_that_some_runs_lack_is_no_table(finished, tmp_path):
+    other = finished.parent / "number-1"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(NUMBER), "split", lambda self, name, seed: self.sample(400, None, np.random.default_rng([seed, len(name)])))
+        Run("number", Recipe(name="tiny", steps=20, batch=8, warmup=2), 1, other, config={"layers": 2, "width": 16, "mlp": 16},
+            evaluate_every=10, tests_per_hop=10, report=lambda line: None).train()  # fmt: skip
+    final.measure_run(finished, report=lambda line: None)
+    with pytest.raises(ValueError, match="missing for tiny/number-1: measure them"):
+        runs.collect(finished.parents[1], ["tiny"], "tiny", tmp_path)
