@@ -66,6 +66,7 @@ def test_runs_are_joined_with_their_provenance(tmp_path):
     (tmp_path / "runs" / "tiny" / "number-1" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="not finished: tiny/number-1"):
         runs.collect(tmp_path / "runs", ["tiny"], "small", tmp_path / "data")
+    assert runs.collect(tmp_path / "runs", ["tiny"], "small", tmp_path / "data", partial=True)["accuracy"] == 36
     with pytest.raises(ValueError, match="holds no runs"):
         runs.collect(tmp_path / "runs", ["absent"], "small", tmp_path / "data")
 

@@ -125,7 +125,7 @@ def collect(arguments) -> int:
     from rope_heads import runs
 
     try:
-        rows = runs.collect(Path(arguments.runs), arguments.recipe, arguments.into or arguments.recipe[0])
+        rows = runs.collect(Path(arguments.runs), arguments.recipe, arguments.into or arguments.recipe[0], partial=arguments.partial)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     for table, number in rows.items():
@@ -198,6 +198,7 @@ def build_parser() -> argparse.ArgumentParser:
         "List the new tables with `rope-heads check-data --update`.")
     command.add_argument("--recipe", required=True, nargs="+", help="names of folders under RUNS")
     command.add_argument("--into", metavar="NAME", help="name of the folder under data/runs (default: the first recipe)")
+    command.add_argument("--partial", action="store_true", help="take unfinished runs as far as they got")
     command.add_argument("--runs", metavar="DIR", default="runs", help="where runs were written (default runs/)")
     command.set_defaults(handler=collect)
 

@@ -13,22 +13,23 @@ TABLES = {"log": "accuracy", "measures": "heads"} | {name: name for name in fina
 FILES = {table: file for file, table in TABLES.items()}
 
 
-def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None) -> dict[str, int]:
+def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None, partial: bool = False) -> dict[str, int]:
     """Joins the finished runs under runs/<recipe>/ into data/runs/<into>/{accuracy,heads,...}.parquet; rows of each table.
 
-    Columns recipe, task and seed come first. The provenance lists every run: command, versions, seconds. A run that is not finished is an error.
+    Columns recipe, task and seed come first. The provenance lists every run: command, versions, seconds, last step. A run
+    that is not finished is an error, unless `partial` takes it as far as it got (calibration needs no more; a verdict does).
     """
     folders = [path.parent for recipe in recipes for path in sorted((Path(runs) / recipe).glob("*/run.json"))]
     if not folders:
         raise ValueError(f"{runs} holds no runs of {', '.join(recipes)}: train some first (rope-heads train --recipe ...)")
     unfinished = [str(folder.relative_to(runs)) for folder in folders if not (folder / "model.safetensors").exists()]
-    if unfinished:
+    if unfinished and not partial:
         raise ValueError(f"runs not finished: {', '.join(unfinished)}; run the same command again, it goes on where it stopped")
     frames: dict[str, list[pd.DataFrame]] = {}
     origins = []
     for folder in folders:
-        identity, made = artefacts.read_json(folder / "run.json")
-        origins.append(made)
+        identity = artefacts.read_json(folder / "run.json")[0]
+        origins.append(artefacts.read_parquet(folder / "log.parquet")[1])
         for file, table in TABLES.items():
             if (folder / f"{file}.parquet").exists():
                 frame = artefacts.read_parquet(folder / f"{file}.parquet")[0]
@@ -39,7 +40,7 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None)
         if len(parts) < len(folders):
             lacking = [str(folder.relative_to(runs)) for folder in folders if not (folder / f"{FILES[table]}.parquet").exists()]
             raise ValueError(f"table {table} is there for some runs and missing for {', '.join(lacking)}: measure them (rope-heads measure --run)")
-    command = f"rope-heads collect --into {into} --recipe " + " ".join(recipes)
+    command = f"rope-heads collect --into {into} --recipe " + " ".join(recipes) + " --partial" * partial
     told = artefacts.provenance(command, round(sum(made["seconds"] for made in origins), 1), runs=origins)
     for table, parts in frames.items():
         frame = pd.concat(parts, ignore_index=True).sort_values(["recipe", "task", "seed", "step"], kind="stable", ignore_index=True)
