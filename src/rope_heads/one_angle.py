@@ -5,7 +5,7 @@ value, and a query that names a symbol; the answer is its value. P0 says: Index 
 vocabulary, width and training are not known, so these are ours.
 
 A model is embedding, one attention head without bias or residual, unembedding. With one angle theta the logit of a key t places before the
-query is A cos(theta t) + B sin(theta t), where A = q.k and B = q.Jk (J turns every plane by a right angle) depend on the two tokens only.
+query is A cos(theta t) + B sin(theta t), where A = q.k and B = q.Jk (J turns every plane back by a right angle) depend on the two tokens only.
 All models of a grid train at once: their weights are stacked along a first axis [model].
 """
 
@@ -69,7 +69,7 @@ class OneAngleModels(torch.nn.Module):
         """Attention logits of the query, from two tables [model, query token, token]."""
         q = self.embedding[:, self.queries[0] :] @ self.w_q.mT
         k = self.embedding @ self.w_k.mT
-        turned = torch.stack((-k[..., 1::2], k[..., 0::2]), dim=-1).flatten(-2)  # J k
+        turned = torch.stack((k[..., 1::2], -k[..., 0::2]), dim=-1).flatten(-2)  # J k
         size = k.shape[1]
         at = (tokens[..., -1:] - self.queries[0]) * size + tokens  # [model, prompt, key] into the flat tables
         dot, cross = ((q @ keys.mT).flatten(1).gather(1, at.flatten(1)).view(at.shape) for keys in (k, turned))
