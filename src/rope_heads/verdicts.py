@@ -69,4 +69,4 @@ def verdict_table(values: Mapping[str, Values]) -> pd.DataFrame:
         found = judge(claim, named)
         whose = {"paper": claim["paper"], "own": "this book"}[claim["kind"]]
         rows.append([f"{whose}, {claim['where']}" if claim["kind"] == "paper" else whose, claim["claim"], found.verdict, found.reason])
-    return pd.DataFrame(rows, index=pd.Index(values, name="id"), columns=["source", "claim", "verdict", "decided by"])
+    return pd.DataFrame(rows, index=list(values), columns=["source", "claim", "verdict", "decided by"])
