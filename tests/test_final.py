@@ -18,6 +18,7 @@ from rope_heads.training import Recipe, Run, accuracy_by_hops, first_of_each
 def small(monkeypatch):
     monkeypatch.setattr(type(NUMBER), "split", lambda self, name, seed: self.sample(400, None, np.random.default_rng([seed, len(name)])))
     monkeypatch.setattr(final, "PROMPTS", 10)
+    monkeypatch.setattr(final, "KEPT_PROMPTS", 5)
     monkeypatch.setattr(final, "PLANE_TESTS", 20)
 
 
@@ -218,7 +219,7 @@ def test_kept_weights_give_the_row_of_their_step(finished):
     looks = artefacts.read_parquet(finished / "looks.parquet")[0]
     with torch.inference_mode():
         model = Transformer.load(finished / "step-00010.safetensors")
-        batch = prompt_sets(NUMBER, 0)[1]
+        batch = prompt_sets(NUMBER, 0, 5)[1]
         expected = pd.DataFrame(final.where_tokens_look(Prompts(model, NUMBER, Batch(*batch))))
     assert looks[looks.step == 10].share.tolist() == expected.share.tolist()
 

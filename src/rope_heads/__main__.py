@@ -187,7 +187,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Measures the final weights of a run and writes small tables into its folder: accuracy on the whole test split and "
         "without rotary planes (tests), where tokens look (looks, lens, planes, kinds), what happens when heads are changed (ablation, "
         "forbidden) and the verdict's numbers (mechanism). Weights kept on the way get the tables of looks. About 2 minutes on one idle core, "
-        "10 seconds more for each kept step.")
+        "3 seconds more for each kept step.")
     command.add_argument("--run", metavar="DIR", required=True, help="folder of one finished run, RUNS/RECIPE/TASK-SEED")
     command.add_argument("--threads", type=count, default=1)
     command.set_defaults(handler=measure)

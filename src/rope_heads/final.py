@@ -2,7 +2,7 @@
 
 `rope-heads measure --run DIR` reads the run's weights and writes small tables beside them (`TABLES`); at steps whose weights were kept
 it also measures where tokens look. The prompts come from the run's own test split: of every hop count the first 300 decide whether looks
-follow the chain, the next 300 give the head of each step and the mean outputs, 300 further ones the accuracy after each intervention.
+follow the chain, the next 300 give the head of each step and the mean outputs, 300 further ones the accuracy after each intervention (100 instead of 300 for kept weights).
 """
 
 import time
@@ -29,7 +29,7 @@ TABLES = {  # file in the run's folder -> what a row is
     "forbidden": "accuracy when chain tokens may not look at later chain tokens, in any layer",
     "mechanism": "the ledger's follows, lost, kept and ideal for both readings, with the layer of each step",
 }
-PROMPTS, PLANE_TESTS = 300, 500  # of each hop count
+PROMPTS, KEPT_PROMPTS, PLANE_TESTS = 300, 100, 500  # of each hop count: final weights, weights kept on the way, planes switched off
 FAST, SLOW = range(1, 9), range(33, 65)  # plane ids of the claim own-planes-causal
 TOKENS = ("p0", "p1", "p2", "p3", "off chain", "off chain, pre-target")  # where a head's output is replaced
 FIRST_ROWS = (QUERY, WINDOW, WINDOW, WINDOW, 0, WINDOW)  # the lowest position that each can have: earlier tokens see nothing of the change
@@ -253,10 +253,9 @@ def measure_run(folder: Path, report=print) -> dict[str, int]:
     task, seed, end = TASKS[identity["task"]], identity["seed"], identity["recipe"]["steps"]
     kept = {int(path.stem.removeprefix("step-")): path for path in sorted(folder.glob("step-*.safetensors"))}
     tables: dict[str, list[dict]] = {name: [] for name in TABLES}
-    sets = prompt_sets(task, seed)
     with torch.inference_mode():
         for step, path in ({**kept, end: folder / "model.safetensors"}).items():
-            model = Transformer.load(path)
+            model, sets = Transformer.load(path), prompt_sets(task, seed, PROMPTS if step == end else KEPT_PROMPTS)
             first = Prompts(model, task, Batch(*(column[sets[0].hops == MAX_HOPS] for column in sets[0])))
             reference = Prompts(model, task, sets[1])
             measured = measure_looks(model, first, reference)

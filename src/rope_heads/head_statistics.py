@@ -1,0 +1,139 @@
+"""From frozen tables to the values of claims about heads: one function a claim, as the ledger words its statistic.
+
+Tables: `heads` and `accuracy` (measured while training), `tests` and `mechanism` (`rope-heads measure`), each with the columns recipe, task and
+seed. Every function returns {value name: {seed: number}}, which is what `verdicts.record` keeps and `claims.judge` judges.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+
+from rope_heads.claims import maximal_step
+from rope_heads.scores import pure_from
+
+Values = dict[str, dict[str, float]]
+RUN = ["recipe", "task", "seed"]
+
+
+def pure_layers(heads: pd.DataFrame, gamma: float = 0.2) -> pd.DataFrame:
+    """Kind ("positional", "symbolic" or None) and purity step (inf when never) of every head of every run at one gamma."""
+    rows = []
+    for key, head in heads.sort_values("step").groupby([*RUN, "layer", "head"]):
+        kind, index = pure_from(head.positional, head.symbolic, gamma)
+        rows.append((*key, kind, math.inf if index is None else float(head.step.iloc[index])))
+    return pd.DataFrame(rows, columns=[*RUN, "layer", "head", "kind", "step"])
+
+
+def at_the_end(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of each run's last step."""
+    return table[table.step == table.groupby(RUN).step.transform("max")]
+
+
+def by_seed(table: pd.DataFrame, task: str, statistic: Callable[[pd.DataFrame], float]) -> dict[str, float]:
+    """One number a run of a task. ValueError when seeds of several recipes meet: choose one first."""
+    table = table[table.task == task]
+    if table.recipe.nunique() > 1:
+        raise ValueError(f"seeds belong to one recipe, got {', '.join(sorted(table.recipe.unique()))}: choose rows of one of them")
+    return {str(seed): float(statistic(run)) for seed, run in table.groupby("seed")}
+
+
+def heads_number(heads: pd.DataFrame) -> Values:
+    """P1-heads-number."""
+    pure, end = pure_layers(heads), at_the_end(heads)
+
+    def misplaced(run: pd.DataFrame) -> int:
+        symbolic, positional = (run.layer[run.kind == kind].to_numpy() for kind in ("symbolic", "positional"))
+        return int((symbolic[:, None] < positional).sum())
+
+    return {"positional": by_seed(pure, "number", lambda run: (run.kind == "positional").sum()),
+            "symbolic": by_seed(pure, "number", lambda run: (run.kind == "symbolic").sum()),
+            "misplaced": by_seed(pure, "number", misplaced),
+            "layer0": by_seed(end[end.layer == 0], "number", lambda run: run.positional.mean())}  # fmt: skip
+
+
+def heads_letter(heads: pd.DataFrame) -> Values:
+    """P1-heads-letter."""
+    pure = pure_layers(heads)
+    return {"symbolic": by_seed(pure, "letter", lambda run: (run.kind == "symbolic").sum()),
+            "positional": by_seed(pure, "letter", lambda run: (run.kind == "positional").sum()),
+            "symbolic_proper": by_seed(pure, "letter_proper", lambda run: (run.kind == "symbolic").sum())}  # fmt: skip
+
+
+def untrained(heads: pd.DataFrame) -> Values:
+    """P1-untrained."""
+    start = heads[heads.step == 0]
+    return {task: by_seed(start, task, lambda run: run[["positional", "symbolic"]].min(axis=1).min()) for task in ("number", "letter")}
+
+
+def exclusion(heads: pd.DataFrame) -> Values:
+    """P1-exclusion."""
+    end = at_the_end(heads)
+    both = end.assign(both=(end.positional > 0.8) & (end.symbolic > 0.8) & (end.swappable_entropy < 0.9))
+    return {task: by_seed(both, task, lambda run: run.both.sum()) for task in ("number", "letter")}
+
+
+def purity_step(run: pd.DataFrame, gamma: float) -> float:
+    """t_pure(gamma) of one run's `heads`: latest purity step over the layers 1 and up that end pure at gamma .2, inf without any."""
+    loose, strict = (pure_layers(run, g).query("layer >= 1") for g in (0.2, gamma))
+    steps = strict.step[loose.kind.notna()]
+    return float(steps.max()) if len(steps) else math.inf
+
+
+def purity_coincides(accuracy: pd.DataFrame, heads: pd.DataFrame) -> Values:
+    """P1-purity-coincides."""
+    values: Values = {}
+    for task in ("number", "letter"):
+        latest = by_seed(accuracy, task, lambda run: maximal_step(*run.groupby("step").accuracy.mean().reset_index().to_numpy().T))
+        for gamma in (0.2, 0.1, 0.05):
+            pure = by_seed(heads, task, lambda run: purity_step(run, gamma))
+            values[f"{task}_{round(100 * gamma):03d}"] = {seed: latest[seed] - pure[seed] for seed in latest}
+    counts = [_pure_above_first(pure_layers(heads), task) for task in ("number", "letter")]
+    values["layers"] = {seed: min(count[seed] for count in counts) for seed in counts[0] if seed in counts[1]}
+    return values
+
+
+def purity_necessary(tests: pd.DataFrame, heads: pd.DataFrame, least: float = 0.98) -> Values:
+    """P1-purity-necessary, for the rows of recipe `fast`. Runs below `least` on the whole test split are left out."""
+    whole = tests[tests.planes_off == "none"]
+    pure = pure_layers(heads)
+    values: Values = {}
+    for task in ("number", "letter"):
+        good = {seed for seed, accuracy in by_seed(whole, task, lambda run: np.average(run.accuracy, weights=run.tests)).items() if accuracy >= least}
+        rows = pure[pure.seed.astype(str).isin(good)]
+        values[f"{task}_pure"] = _pure_above_first(rows, task)
+        if task == "number":
+            values["number_positional"] = by_seed(rows, task, lambda run: (run.kind == "positional").sum())
+    return values
+
+
+def frequency(heads: pd.DataFrame) -> Values:
+    """P1-frequency. A run without pure symbolic layers gives nan there, which the ledger has no rule for."""
+    end = at_the_end(heads).merge(pure_layers(heads)[[*RUN, "layer", "head", "kind"]], on=[*RUN, "layer", "head"])
+    positional = by_seed(end, "number", lambda run: run.weighted_id[run.kind == "positional"].max() if (run.kind == "positional").any() else math.inf)
+    later = end[end.layer >= 1]
+    return {"positional": positional} | {
+        task: by_seed(later, task, lambda run: run.weighted_id[run.kind == "symbolic"].median()) for task in ("number", "letter")}  # fmt: skip
+
+
+def mechanism(mechanism: pd.DataFrame, task: str) -> Values:
+    """P1-mechanism-number (task "number") and P1-mechanism-letter ("letter"): each run by the reading with the larger follows, forward if equal."""
+    end = at_the_end(mechanism)
+    better = end.sort_values(["follows", "reading"]).groupby(RUN, as_index=False).last()
+    names = ["follows", "lost", "kept"] + (["ideal"] if task == "number" else [])
+    values = {name: by_seed(better, task, lambda run, name=name: run[name].iloc[0]) for name in names}
+    if task == "letter":
+        values["follows_proper"] = by_seed(better, "letter_proper", lambda run: run.follows.iloc[0])
+    return values
+
+
+def planes_causal(tests: pd.DataFrame) -> Values:
+    """own-planes-causal: mean accuracy over hop counts without planes 1 to 8 (fast) and 33 to 64 (slow)."""
+    off = {"fast": "1-8", "slow": "33-64"}
+    return {f"{task}_without_{name}": by_seed(tests[tests.planes_off == band], task, lambda run: np.average(run.accuracy, weights=run.tests))
+            for task in ("number", "letter") for name, band in off.items()}  # fmt: skip
+
+
+def _pure_above_first(pure: pd.DataFrame, task: str) -> dict[str, float]:
+    return by_seed(pure[pure.layer >= 1], task, lambda run: run.kind.notna().sum())
