@@ -87,7 +87,7 @@ def purity_coincides(accuracy: pd.DataFrame, heads: pd.DataFrame) -> Values:
     for task in ("number", "letter"):
         latest = by_seed(accuracy, task, lambda run: maximal_step(*run.groupby("step").accuracy.mean().reset_index().to_numpy().T))
         for gamma in (0.2, 0.1, 0.05):
-            pure = by_seed(heads, task, lambda run: purity_step(run, gamma))
+            pure = by_seed(heads, task, lambda run, gamma=gamma: purity_step(run, gamma))
             values[f"{task}_{round(100 * gamma):03d}"] = {seed: latest[seed] - pure[seed] for seed in latest}
     counts = [_pure_above_first(pure_layers(heads), task) for task in ("number", "letter")]
     values["layers"] = {seed: min(count[seed] for count in counts) for seed in counts[0] if seed in counts[1]}
