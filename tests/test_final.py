@@ -206,9 +206,17 @@ def test_measure_writes_tables_that_collect_joins(finished, capsys, tmp_path):
     for name in final.TABLES:
         frame, origin = artefacts.read_parquet(finished / f"{name}.parquet")
         assert f"{name}.parquet: {len(frame)} rows" in told and origin["command"] == "rope-heads measure --run RUNS/tiny/number-0"
-        assert set(frame.step) == ({0, 10, 20} if name in ("looks", "lens", "planes", "kinds", "mechanism") else {20})
+        assert set(frame.step) == ({0, 10, 20} if name in ("looks", "lens", "planes", "kinds", "steps", "mechanism") else {20})
     mechanism = artefacts.read_parquet(finished / "mechanism.parquet")[0]
     assert mechanism[mechanism.step == 20][["follows", "lost", "kept", "ideal"]].notna().all(axis=None)
+    steps = artefacts.read_parquet(finished / "steps.parquet")[0].query("step == 20")
+    for reading, row in mechanism[mechanism.step == 20].set_index("reading").iterrows():  # the ledger's words, from the rows of single steps
+        mine = steps[steps.reading == reading]
+        there = mine[mine.chain_step <= mine.hops]
+        assert len(mine) == (16 if reading == "forward" else 10)
+        assert row.lost == pytest.approx(((1 - there.accuracy) * (there.share >= 0.5)).sum() / 10)
+        kept = mine[mine.chain_step > mine.hops].accuracy if reading == "forward" else there.accuracy_off_chain
+        assert row.kept == pytest.approx(kept.mean())
     rows = runs.collect(finished.parents[1], ["tiny"], "tiny", tmp_path)
     assert rows["ablation"] == 2 * sum(2 * h + 3 for h in range(1, 5))  # p0 to p(h-1) twice, two tokens off the chain, one pattern
     assert set(rows) == {"accuracy", *final.TABLES}

@@ -27,7 +27,8 @@ TABLES = {  # file in the run's folder -> what a row is
     "kinds": "scores from swaps within the target window, within the pre-target tokens, and across",
     "ablation": "accuracy after one head's output to one token is replaced, or its whole pattern",
     "forbidden": "accuracy when chain tokens may not look at later chain tokens, in any layer",
-    "mechanism": "the ledger's follows, lost, kept and ideal for both readings, with the layer of each step",
+    "steps": "for both readings, hop count and chain step: the head that performs it, how often, and the accuracy without it",
+    "mechanism": "the ledger's follows, lost, kept and ideal for both readings",
 }
 PROMPTS, KEPT_PROMPTS, PLANE_TESTS = 300, 100, 500  # of each hop count: final weights, weights kept on the way, planes switched off
 FAST, SLOW = range(1, 9), range(33, 65)  # plane ids of the claim own-planes-causal
@@ -213,33 +214,35 @@ def accuracy_grid(ablation: pd.DataFrame) -> np.ndarray:
     return grid
 
 
-def mechanism(first: Prompts, reference: Prompts, reading: str) -> tuple[dict, circuits.Steps]:
-    """`follows` of one reading (first: four-hop prompts) and which head performs which step (reference)."""
-    steps = circuits.performing(reference.hits, reference.hops, reading)
-    row = {"reading": reading, "follows": _share(circuits.follows(first.hits, reading))}
-    for h, k in np.ndindex(steps.layer.shape):
-        if steps.layer[h, k] >= 0:
-            row |= {f"layer_{h + 1}_{k + 1}": int(steps.layer[h, k]), f"share_{h + 1}_{k + 1}": float(steps.share[h, k])}
-    return row, steps
+def step_rows(reading: str, steps: circuits.Steps, grid: np.ndarray | None = None) -> list[dict]:
+    """Who performs which chain step; with the accuracies of `accuracy_grid` also what its ablation leaves, at its looker and off the chain."""
+    left = (np.full(steps.share.shape, np.nan),) * 2 if grid is None else interventions.ablated(grid, steps, reading)
+    return [{"reading": reading, "hops": h + 1, "chain_step": k + 1, "layer": int(layer), "head": int(steps.head[h, k]), "share": float(steps.share[h, k]),
+             "accuracy": float(left[0][h, k]), "accuracy_off_chain": float(left[1][h, k])}
+            for (h, k), layer in np.ndenumerate(steps.layer) if layer >= 0]  # fmt: skip
 
 
 def measure_looks(model: Transformer, first: Prompts, reference: Prompts) -> dict[str, list[dict]]:
-    """What is cheap enough for every kept step: looks, lens, planes and follows."""
-    return {"looks": where_tokens_look(reference), "lens": what_is_held(model, reference), "planes": dominant_planes(model, reference), "kinds": scores_by_kind(model, reference),
-            "mechanism": [mechanism(first, reference, reading)[0] for reading in READINGS]}  # fmt: skip
+    """What is cheap enough for every kept step: where tokens look, what they hold, and `follows`. first: four-hop prompts only."""
+    steps = {reading: circuits.performing(reference.hits, reference.hops, reading) for reading in READINGS}
+    return {"looks": where_tokens_look(reference), "lens": what_is_held(model, reference), "planes": dominant_planes(model, reference),
+            "kinds": scores_by_kind(model, reference),
+            "steps": [row for reading, found in steps.items() for row in step_rows(reading, found)],
+            "mechanism": [{"reading": reading, "follows": _share(circuits.follows(first.hits, reading))} for reading in READINGS]}  # fmt: skip
 
 
-def measure_interventions(model: Transformer, task: Task, seed: int, first: Prompts, reference: Prompts, further: Prompts) -> dict[str, list[dict]]:
+def measure_interventions(model: Transformer, task: Task, seed: int, reference: Prompts, further: Prompts) -> dict[str, list[dict]]:
     """What the final weights alone are put through: interventions on heads, forbidden looks, and the ledger's lost, kept and ideal."""
     means, rng = mean_outputs(model, reference), np.random.default_rng([seed, len(TOKENS)])
-    out = {"ablation": interventions_on_heads(model, task, further, means, rng), "forbidden": looks_forbidden(model, further), "mechanism": []}
+    out = {"ablation": interventions_on_heads(model, task, further, means, rng), "forbidden": looks_forbidden(model, further), "steps": [], "mechanism": []}
     grid = accuracy_grid(pd.DataFrame(out["ablation"]))
     for reading in READINGS:
-        row, steps = mechanism(first, reference, reading)
+        steps = circuits.performing(reference.hits, reference.hops, reading)
         edits = interventions.ideal_edits(further.chain, torch.from_numpy(further.hops), steps, reading)
-        row["lost"], row["kept"] = interventions.lost_and_kept(grid, steps, reading)
-        row["ideal"] = _share(interventions.run(model, further.streams[0], edits).argmax(-1) == further.answers)
-        out["mechanism"].append(row)
+        lost, kept = interventions.lost_and_kept(grid, steps, reading)
+        ideal = _share(interventions.run(model, further.streams[0], edits).argmax(-1) == further.answers)
+        out["mechanism"].append({"reading": reading, "lost": lost, "kept": kept, "ideal": ideal})
+        out["steps"] += step_rows(reading, steps, grid)
     return out
 
 
@@ -260,7 +263,9 @@ def measure_run(folder: Path, report=print) -> dict[str, int]:
             reference = Prompts(model, task, sets[1])
             measured = measure_looks(model, first, reference)
             if step == end:
-                measured |= measure_interventions(model, task, seed, first, reference, Prompts(model, task, sets[2], look=False))
+                changed = measure_interventions(model, task, seed, reference, Prompts(model, task, sets[2], look=False))
+                changed["mechanism"] = [a | b for a, b in zip(measured["mechanism"], changed["mechanism"], strict=True)]
+                measured |= changed
                 measured["tests"] = test_accuracy(model, task.split("test", seed))
             for name, rows in measured.items():
                 tables[name] += [{"step": step, **row} for row in rows]

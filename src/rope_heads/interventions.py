@@ -117,24 +117,32 @@ def without_planes(model: Transformer, ids: Iterable[int]) -> Transformer:
 # ---- the ledger's experiment: P1-mechanism-number, P1-mechanism-letter -----------------------------------------------------------------
 
 
-def lost_and_kept(accuracy: Float[np.ndarray, "hops layer head token"], steps: Steps, reading: str) -> tuple[float, float]:
-    """`lost` and `kept` of the ledger from the accuracy after every single mean-ablation.
+def ablated(
+    accuracy: Float[np.ndarray, "hops layer head token"], steps: Steps, reading: str
+) -> tuple[Float[np.ndarray, "hops step"], Float[np.ndarray, "hops step"]]:
+    """Accuracy of each hop count with each step ablated at its looker, in the head that performs it, and at a random token off the chain.
 
-    accuracy: token 0 to 3 = chain token p_0 to p_3, 4 = a random token off the chain; nan where there is no such token. Step k of h hops is
-    ablated at its looker, in the head that performs it. lost: 1 - mean accuracy over h >= k, where a step that its head performs in under
-    half of the prompts counts as 0 lost. kept: mean accuracy over h < k (forward), or over h >= k at the random token (backward).
+    accuracy: after every single mean-ablation; token 0 to 3 = chain token p_0 to p_3, 4 = off the chain, nan where there is no such token.
+    nan where the step has no head, or the prompts no such token.
     """
-    lost, kept = [], []
-    for h in range(MAX_HOPS):
-        for k, (looker, _) in enumerate(READINGS[reading][0]):
-            at = accuracy[h, steps.layer[h, k], steps.head[h, k]] if steps.layer[h, k] >= 0 else None
-            if k <= h:
-                lost.append(1 - at[looker] if steps.share[h, k] >= 0.5 else 0.0)
-            if reading == "backward" and k <= h:
-                kept.append(at[MAX_HOPS])
-            if reading == "forward" and k > h:
-                kept.append(at[looker])
-    return float(np.mean(lost)), float(np.mean(kept))
+    at_looker, off_chain = np.full(steps.share.shape, np.nan), np.full(steps.share.shape, np.nan)
+    for (h, k), layer in np.ndenumerate(steps.layer):
+        if layer >= 0:
+            tokens = accuracy[h, layer, steps.head[h, k]]
+            at_looker[h, k], off_chain[h, k] = tokens[READINGS[reading][0][k][0]], tokens[MAX_HOPS]
+    return at_looker, off_chain
+
+
+def lost_and_kept(accuracy: Float[np.ndarray, "hops layer head token"], steps: Steps, reading: str) -> tuple[float, float]:
+    """`lost` and `kept` of the ledger from the accuracies of `ablated`.
+
+    lost: 1 - mean accuracy over hop counts h and steps k <= h, where a step that its head performs in under half of the prompts counts as 0
+    lost. kept: mean accuracy over k > h (forward), or over k <= h at the random token (backward).
+    """
+    at_looker, off_chain = ablated(accuracy, steps, reading)
+    exists = np.tri(MAX_HOPS, dtype=bool)  # k <= h
+    lost = np.where(steps.share[exists] >= 0.5, 1 - at_looker[exists], 0.0)
+    return float(lost.mean()), float((at_looker[~exists] if reading == "forward" else off_chain[exists]).mean())
 
 
 def ideal_edits(chain: Int[Tensor, "prompt 5"], hops: Int[Tensor, "prompt"], steps: Steps, reading: str) -> dict[int, list[Edit]]:
