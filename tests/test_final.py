@@ -181,7 +181,7 @@ def test_forbidden_looks_by_name():
 def test_tests_cover_the_split_and_the_registered_planes():
     model = sharp(NUMBER, width=128, heads=1, layers=2)
     test = NUMBER.split("test", 0)
-    rows = pd.DataFrame(final.test_accuracy(model, test)).set_index(["planes_off", "hops"])
+    rows = pd.DataFrame(final.split_accuracy(model, test)).set_index(["planes_off", "hops"])
     whole = accuracy_by_hops(model, test)
     few = first_of_each(test, 20)
     for name, planes in (("1-8", range(1, 9)), ("33-64", range(33, 65))):  # claim own-planes-causal

@@ -43,7 +43,7 @@ def prompt_sets(task: Task, seed: int, count: int | None = None) -> tuple[Batch,
     return tuple(Batch(*(column[part.ravel()] for column in test)) for part in np.split(rows, 3, axis=1))
 
 
-def test_accuracy(model: Transformer, test: Batch) -> list[dict]:
+def split_accuracy(model: Transformer, test: Batch) -> list[dict]:
     """Accuracy on the whole test split, and with bands of planes switched off on the sequences that are read along training."""
     rows = [("none", model, test)]
     if model.config.positions == "rope":
@@ -266,7 +266,7 @@ def measure_run(folder: Path, report=print) -> dict[str, int]:
                 changed = measure_interventions(model, task, seed, reference, Prompts(model, task, sets[2], look=False))
                 changed["mechanism"] = [a | b for a, b in zip(measured["mechanism"], changed["mechanism"], strict=True)]
                 measured |= changed
-                measured["tests"] = test_accuracy(model, task.split("test", seed))
+                measured["tests"] = split_accuracy(model, task.split("test", seed))
             for name, rows in measured.items():
                 tables[name] += [{"step": step, **row} for row in rows]
             report(f"{folder.name}: step {step} measured, {time.perf_counter() - started:.0f} s")

@@ -37,7 +37,7 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
                     frame.insert(place, name, value)
                 frames.setdefault(table, []).append(frame)
     for table, parts in frames.items():
-        if len(parts) < len(folders):
+        if len(parts) < len(folders) and not partial:
             lacking = [str(folder.relative_to(runs)) for folder in folders if not (folder / f"{FILES[table]}.parquet").exists()]
             raise ValueError(f"table {table} is there for some runs and missing for {', '.join(lacking)}: measure them (rope-heads measure --run)")
     command = f"rope-heads collect --into {into} --recipe " + " ".join(recipes) + " --partial" * partial
