@@ -13,7 +13,7 @@ import torch
 from rope_heads import artefacts
 from rope_heads.model import Config, Transformer
 from rope_heads.tasks import LETTER, NUMBER, Batch
-from rope_heads.training import RECIPES, Recipe, Run, accuracy_by_hops, batch_rows, changed, first_of_each, parameter_groups, train_side_by_side
+from rope_heads.training import RECIPES, Recipe, Run, accuracy_by_hops, batch_rows, changed, first_of_each, one_process, parameter_groups, train_side_by_side
 
 TINY = {"layers": 2, "width": 32, "mlp": 64}
 SHORT = Recipe(name="short", steps=30, batch=16, lr=1e-3, warmup=5)
@@ -193,9 +193,8 @@ def test_unknown_task_and_recipe_values_are_named(tmp_path):
         Run("numbers", SHORT, 0, tmp_path)
     with pytest.raises(ValueError, match="'stepz' is no part of a recipe"):
         changed(SHORT, {"stepz": 1})
-    with pytest.raises(ValueError, match="wrong type"):
-        changed(SHORT, {"steps": "many"})
-    for bad in ({"steps": 0}, {"lr": -1.0}, {"precision": "fp8"}, {"lr": float("nan")}):
+    for bad in ({"steps": 0}, {"lr": -1.0}, {"precision": "fp8"}, {"lr": float("nan")}, {"steps": "many"}, {"steps": 1.7}, {"steps": True},
+                {"batch": None}, {"lr": [1]}, {"steps": float("inf")}, {"lr": float("inf")}, {"beta1": 2.0}, {"dropout": 1.0}):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(bad))):
             changed(SHORT, bad)
     assert changed(SHORT, {"batch": 8, "lr": 0.1}).name == "short,batch=8,lr=0.1"
@@ -223,6 +222,59 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, damage):
         model.save(run.checkpoint)
     with pytest.raises(ValueError, match="checkpoint.safetensors"):
         start(tmp_path).train()
+
+
+def test_a_run_that_was_stopped_early_is_not_taken_for_a_whole_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("rope_heads.training.accuracy_by_hops", lambda model, batch: {1: 1.0})
+    assert start(tmp_path, until=0.5).train() is not None
+    origin = artefacts.read_json(tmp_path / "run.json")[1]
+    assert origin["step"] == 10 and "--until 0.5" in origin["command"], "the first evaluation after an update decides"
+    assert start(tmp_path, until=0.5).train() is not None
+    with pytest.raises(ValueError, match="was stopped at step 10 of 30"):
+        start(tmp_path).train()
+
+
+def test_what_a_run_did_not_keep_cannot_be_had_afterwards(tmp_path):
+    start(tmp_path).train()
+    with pytest.raises(ValueError, match="without step-00010.safetensors, measures.parquet"):
+        start(tmp_path, keep=[10], measure=lambda model, step: []).train()
+
+
+def interrupted(folder, monkeypatch, **more) -> Run:
+    run = start(folder, **more)
+    monkeypatch.setattr(run, "_update", lambda *a, u=run._update: (_ for _ in ()).throw(KeyboardInterrupt) if run.step == 15 else u(*a))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    return run
+
+
+def test_a_checkpoint_and_tables_that_do_not_belong_together_are_refused(tmp_path, monkeypatch):
+    run, other = (interrupted(tmp_path / str(seed), monkeypatch, seed=seed) for seed in (0, 1))
+    own = run.checkpoint.read_bytes()
+    run.checkpoint.write_bytes(other.checkpoint.read_bytes())
+    with pytest.raises(ValueError, match="no checkpoint of this run"):
+        start(tmp_path / "0").train()
+    run.checkpoint.write_bytes(own)
+    (tmp_path / "0" / "log.parquet").unlink()
+    with pytest.raises(ValueError, match="do not belong to its checkpoint of step 10"):
+        start(tmp_path / "0").train()
+
+
+def test_another_model_in_the_folder_is_refused(tmp_path):
+    tmp_path.joinpath("run").mkdir()
+    Transformer(Config(**{**TINY, "vocab_size": 129})).save(tmp_path / "run" / "model.safetensors")
+    with pytest.raises(ValueError, match="another model than this run's"):
+        start(tmp_path / "run").train()
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path):
+    pytest.importorskip("fcntl")
+    (tmp_path / ".model.safetensors.1.tmp").write_bytes(b"left over")
+    with one_process(tmp_path):
+        with pytest.raises(ValueError, match="another process trains in"):
+            start(tmp_path).train()
+    assert not list(tmp_path.glob("*.tmp"))
+    start(tmp_path).train()
 
 
 def test_side_by_side_names_what_failed(tmp_path):

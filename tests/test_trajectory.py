@@ -67,6 +67,12 @@ def test_runs_are_joined_with_their_provenance(tmp_path):
     with pytest.raises(ValueError, match="not finished: tiny/number-1"):
         runs.collect(tmp_path / "runs", ["tiny"], "small", tmp_path / "data")
     assert runs.collect(tmp_path / "runs", ["tiny"], "small", tmp_path / "data", partial=True)["accuracy"] == 36
+    for into, recipes in (("../out", ["tiny"]), ("small", ["../tiny"]), ("", ["tiny"]), ("small", [str(tmp_path)])):
+        with pytest.raises(ValueError, match="single folder names"):
+            runs.collect(tmp_path / "runs", recipes, into, tmp_path / "data")
+    assert runs.collect(tmp_path / "runs", ["tiny", "tiny"], "small", tmp_path / "data", partial=True)["accuracy"] == 36
+    with pytest.raises(ValueError, match="holds no runs of absent"):
+        runs.collect(tmp_path / "runs", ["tiny", "absent"], "small", tmp_path / "data", partial=True)
     with pytest.raises(ValueError, match="holds no runs"):
         runs.collect(tmp_path / "runs", ["absent"], "small", tmp_path / "data")
 

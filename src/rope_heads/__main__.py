@@ -5,6 +5,7 @@ later raises argparse.ArgumentTypeError.
 """
 
 import argparse
+import json
 import sys
 
 
@@ -21,15 +22,14 @@ def positive(text: str) -> float:
 
 
 def whole(text: str) -> int:
-    value = _number(text)
-    if not (0 <= value < 2**63 and value == int(value)):
+    if not text.isascii() or not text.isdigit() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(f"must be a whole number >= 0, got {text}")
-    return int(value)
+    return int(text)
 
 
 def count(text: str) -> int:
-    if whole(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1, got {text}")
+    if not 1 <= whole(text) <= 1024:
+        raise argparse.ArgumentTypeError(f"must be 1 to 1024, got {text}")
     return whole(text)
 
 
@@ -48,15 +48,22 @@ def parameter(text: str) -> tuple:
     if not sign or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"must look like NAME=VALUE, got {text!r}")
     try:
-        return name, ast.literal_eval(value)
+        literal = ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
+    try:
+        json.dumps(literal, sort_keys=True)
+    except TypeError:
+        raise argparse.ArgumentTypeError(f"must be a number, a word, a list or a table, got {value}") from None
+    return name, literal
 
 
 def book(arguments) -> int:
     from rope_heads import pages, runner
     from rope_heads.artefacts import repository
 
+    if "mode" in dict(arguments.parameter):
+        raise argparse.ArgumentTypeError("--parameter mode: use --mode, which the pages show")
     root = repository()
     if root is None:
         raise argparse.ArgumentTypeError("works in a checkout of the repository only: clone it and run `make book` there")
@@ -219,6 +226,9 @@ def main(argv: list[str] | None = None) -> int:
     except argparse.ArgumentTypeError as error:
         print(f"rope-heads {arguments.command}: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a full disk, a folder that is a file, a file that is not there
+        print(f"rope-heads {arguments.command}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"rope-heads {arguments.command}: interrupted", file=sys.stderr)
         return 130

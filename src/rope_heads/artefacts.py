@@ -85,7 +85,10 @@ def write_json(path, value, origin: dict) -> None:
 
 def read_json(path) -> tuple[object, dict]:
     """(value, provenance) of a file written by `write_json`."""
-    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, not UTF-8
+        raise ValueError(f"{path} cannot be read ({error}): restore it or make it again") from None
     if not isinstance(content, dict) or set(content) != {"provenance", "data"}:
         raise ValueError(f"{path} must hold exactly 'provenance' and 'data': write it with artefacts.write_json")
     return content["data"], content["provenance"]

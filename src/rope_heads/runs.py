@@ -19,9 +19,14 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
     Columns recipe, task and seed come first. The provenance lists every run: command, versions, seconds, last step. A run
     that is not finished is an error, unless `partial` takes it as far as it got (calibration needs no more; a verdict does).
     """
-    folders = [path.parent for recipe in recipes for path in sorted((Path(runs) / recipe).glob("*/run.json"))]
-    if not folders:
-        raise ValueError(f"{runs} holds no runs of {', '.join(recipes)}: train some first (rope-heads train --recipe ...)")
+    for name in (into, *recipes):
+        if name in ("", ".", "..") or "/" in name or "\\" in name:
+            raise ValueError(f"names of recipes and tables must be single folder names, got {name!r}")
+    by_recipe = {recipe: sorted(path.parent for path in (Path(runs) / recipe).glob("*/run.json")) for recipe in recipes}
+    empty = [recipe for recipe, found in by_recipe.items() if not found]
+    if empty:
+        raise ValueError(f"{runs} holds no runs of {', '.join(empty)}: train some first (rope-heads train --recipe ...)")
+    folders = [folder for found in by_recipe.values() for folder in found]
     unfinished = [str(folder.relative_to(runs)) for folder in folders if not (folder / "model.safetensors").exists()]
     if unfinished and not partial:
         raise ValueError(f"runs not finished: {', '.join(unfinished)}; run the same command again, it goes on where it stopped")

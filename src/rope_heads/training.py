@@ -6,7 +6,10 @@ data (the seed's own 432,000 / 2,400 / 45,600 split), their order and the dropou
 `step-XXXXX.safetensors` (weights kept on the way) and, while it runs, `checkpoint.safetensors`.
 """
 
+import contextlib
 import dataclasses
+import json
+import math
 import os
 import subprocess
 import sys
@@ -47,8 +50,11 @@ class Recipe:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         for name in ("lr", "warmup", "clip", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")
+        for name in ("beta1", "beta2", "dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if self.precision not in ("fp32", "bf16"):
             raise ValueError(f"precision must be 'fp32' or 'bf16', got {self.precision!r}")
 
@@ -122,9 +128,29 @@ class Run:
     def train(self) -> Transformer:
         """The trained model, in evaluation mode. A finished run is read, an interrupted one goes on, another one's folder is refused."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._claim_folder()
-        if self.final.exists():
-            return Transformer.load(self.final).to(self.device)
+        with one_process(self.folder):
+            self._claim_folder()
+            return self._finished() if self.final.exists() else self._train()
+
+    def _finished(self) -> Transformer:
+        """The model of a finished run, if the run is the one asked for."""
+        model = Transformer.load(self.final)
+        if model.config != self.config:
+            raise ValueError(f"{self.final} is another model than this run's: remove the folder to train again")
+        reached = artefacts.read_json(self.folder / "run.json")[1]["step"]
+        if reached < self.recipe.steps and self.until is None:
+            raise ValueError(f"{self.folder} was stopped at step {reached} of {self.recipe.steps} as good enough: pass another folder or remove it")
+        self._require_files(reached)
+        return model.to(self.device)
+
+    def _require_files(self, reached: int) -> None:
+        """A run that is past a step cannot keep its weights or measure it any more."""
+        wanted = [f"step-{step:05d}.safetensors" for step in self.keep if step <= reached] + ["measures.parquet"] * (self.measure is not None)
+        missing = [name for name in wanted if not (self.folder / name).exists()]
+        if missing:
+            raise ValueError(f"{self.folder} has reached step {reached} without {', '.join(missing)}: remove the folder to train again with them")
+
+    def _train(self) -> Transformer:
         torch.manual_seed(self.seed)
         model = Transformer(self.config).to(self.device).train()
         optimizer = torch.optim.AdamW(parameter_groups(model, self.recipe.weight_decay), lr=self.recipe.lr,
@@ -149,9 +175,10 @@ class Run:
                 losses = []
                 pace = (time.perf_counter() - clock) / (self.step - began_at)
                 self._tell(pace)
+                if self.until and self._worst_accuracy() >= self.until:
+                    self._keep(model)
+                    break
             self._keep(model)
-            if self.until and self._worst_accuracy() >= self.until:
-                break
             if self.step % self.checkpoint_every == 0 and not last:
                 self._save(model, optimizer)
         self.seconds = time.perf_counter() - started
@@ -201,6 +228,8 @@ class Run:
     def _origin(self) -> dict:
         recipe, *changes = self.recipe.name.split(",")
         command = f"rope-heads train --task {self.task.name} --recipe {recipe} --seed {self.seed}" + "".join(f" --set {c}" for c in changes)
+        command += f" --until {self.until}" * (self.until is not None) + " --measure" * (self.measure is not None)
+        command += (" --keep " + " ".join(map(str, self.keep))) * bool(self.keep)
         return artefacts.provenance(command, round(self.seconds, 1), self.seed, threads=torch.get_num_threads(), device=self.device,
                                     step=self.step, **{k: v for k, v in self.identity.items() if k != "seed"})  # fmt: skip
 
@@ -223,12 +252,14 @@ class Run:
         tensors = {f"model.{name}": t for name, t in model.state_dict().items()}
         for i, state in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{i}.{name}": t for name, t in state.items()}
-        artefacts.write_tensors(self.checkpoint, tensors, {"step": str(self.step), "seconds": str(self.seconds)})
+        artefacts.write_tensors(self.checkpoint, tensors, {
+            "step": str(self.step), "seconds": str(self.seconds), "identity": json.dumps(self.identity),
+            "rows": json.dumps([len(self.log), len(self.measures)])})  # fmt: skip
 
     def _resume(self, model: Transformer, optimizer: torch.optim.Optimizer) -> None:
         tensors, metadata = artefacts.read_tensors(self.checkpoint)
-        if "step" not in metadata:
-            raise ValueError(f"{self.checkpoint} is no checkpoint of a run: remove it to start this run again")
+        if metadata.get("identity") != json.dumps(self.identity):
+            raise ValueError(f"{self.checkpoint} is no checkpoint of this run: remove it to start the run again")
         self.step, self.seconds = int(metadata["step"]), float(metadata["seconds"])
         model.load_state_dict({name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
         state = {}
@@ -241,12 +272,31 @@ class Run:
             path = self.folder / f"{name}.parquet"
             if path.exists():  # rows later than the checkpoint will be made again
                 rows += [row for row in artefacts.read_parquet(path)[0].to_dict("records") if row["step"] <= self.step]
+        if [len(self.log), len(self.measures)] != json.loads(metadata["rows"]):
+            raise ValueError(f"the tables in {self.folder} do not belong to its checkpoint of step {self.step}: remove the folder to train again")
+        self._require_files(self.step)
         self.report(f"{self.title}: goes on from step {self.step}")
 
     def _finish(self, model: Transformer) -> None:
         artefacts.write_json(self.folder / "run.json", self.identity, self._origin())
         model.save(self.final)
         self.checkpoint.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def one_process(folder: Path):
+    """Holds a lock on a run's folder; the system releases it when the process ends, however it ends. Left-over temporary files go."""
+    with open(folder / ".lock", "w") as lock:
+        with contextlib.suppress(ImportError):  # Windows has no fcntl: runs are not protected from each other there
+            import fcntl
+
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"another process trains in {folder}: wait for it or stop it") from None
+        for left_over in [*folder.glob(".*.tmp"), *folder.glob(".tmp*")]:  # of a process that was killed while it wrote
+            left_over.unlink(missing_ok=True)
+        yield
 
 
 def changed(recipe: Recipe, changes: dict[str, object]) -> Recipe:
@@ -257,10 +307,14 @@ def changed(recipe: Recipe, changes: dict[str, object]) -> Recipe:
     unknown = sorted(set(changes) - set(types))
     if unknown:
         raise ValueError(f"{unknown[0]!r} is no part of a recipe; its parts are {', '.join(types)}")
-    try:
-        values = {name: types[name](value) for name, value in changes.items()}
-    except ValueError as error:
-        raise ValueError(f"a value of the recipe has the wrong type: {error}") from None
+    values = {}
+    for name, value in changes.items():
+        try:
+            values[name] = types[name](value)
+        except (ValueError, TypeError, OverflowError):
+            values[name] = None
+        if values[name] is None or isinstance(value, bool) or (types[name] is int and values[name] != float(value)):
+            raise ValueError(f"{name} must be of type {types[name].__name__}, got {value!r}")
     name = ",".join([recipe.name, *(f"{key}={value}" for key, value in sorted(values.items()))])
     return dataclasses.replace(recipe, name=name, **values)
 
