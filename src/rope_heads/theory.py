@@ -69,6 +69,8 @@ def kernel(angles, weights, length: int, phases=0.0) -> Float[np.ndarray, "dista
     angles, weights = (np.atleast_1d(np.asarray(v, float)) for v in (angles, weights))
     if angles.shape != weights.shape or angles.ndim != 1:
         raise ValueError(f"weights must have one entry per angle, got shapes {weights.shape} and {angles.shape}")
+    if not (np.isfinite(angles).all() and np.isfinite(weights).all() and np.isfinite(phases).all()):
+        raise ValueError(f"angles, weights and phases must be finite, got {angles.tolist()}, {weights.tolist()} and {phases}")
     if length < 1:
         raise ValueError(f"length must be >= 1, got {length}")
     step = int(np.ceil(np.sqrt(length)))
@@ -106,7 +108,7 @@ def _turns(turns, letters: int, planes: int) -> np.ndarray:
         raise ValueError(f"letters must be >= 2, got {letters}: with one letter there is nothing to tell apart")
     turns = np.full(planes, 2 * np.pi / letters) if turns is None else np.atleast_1d(np.asarray(turns, float))
     steps = turns * letters / (2 * np.pi)
-    if turns.shape != (planes,) or np.abs(steps - steps.round()).max() > 1e-9:
+    if turns.shape != (planes,) or not np.abs(steps - steps.round()).max() <= 1e-9:
         raise ValueError(f"turns must be one multiple of 2 pi / letters for each of {planes} planes, got {turns.tolist()}")
     return turns
 
@@ -175,10 +177,16 @@ def sharpness_needed(gap, tokens) -> np.ndarray:
     return np.where(gap > 0, np.log(np.maximum(tokens - 1, 1)) / np.where(gap > 0, gap, 1), np.inf)
 
 
+def _sharp(sharpness: float) -> float:
+    if not sharpness >= 0:
+        raise ValueError(f"sharpness must be >= 0, got {sharpness}")
+    return sharpness
+
+
 def promised_length(gap: Float[np.ndarray, "tokens"], sharpness: float) -> int:
     """Longest input up to which sharpness x gap > ln(n - 1) at every length: there all answers are right. `gap` as from `index_gap`."""
     n = np.arange(2, len(gap))
-    broken = np.flatnonzero(sharpness * gap[2:] <= np.log(n - 1))
+    broken = np.flatnonzero(~(_sharp(sharpness) * gap[2:] > np.log(n - 1)))
     return int(broken[0]) + 1 if len(broken) else len(gap) - 1
 
 
@@ -189,7 +197,7 @@ def index_breaks(angles, weights, sharpness: float, length: int) -> tuple[int, i
     e^(-sharpness (C(0) - C(t))) over t = 1 .. m, and C is the kernel.
     """
     value = kernel(angles, weights, length)
-    against = np.cumsum(np.r_[0.0, np.exp(sharpness * (value[1:] - value[0]))])  # W
+    against = np.cumsum(np.r_[0.0, np.exp(_sharp(sharpness) * (value[1:] - value[0]))])  # W
     s = np.arange(1, length)
     for n in range(2, length + 1):  # a single pass, stopped at the first failure
         total = against[s[: n - 1]] + against[n - 1 - s[: n - 1]]
@@ -205,6 +213,8 @@ def retrieval_breaks(angles, weights, sharpness: float, length: int, letters: in
     In the worst input all other words are one token, m letters off: it wins iff sum_{u != t} e^(sharpness G_m(u)) >= e^(sharpness G_0(t)).
     """
     logits = retrieval_logits(angles, weights, length, letters, turns, centre)
+    if not _sharp(sharpness) * np.abs(logits).max() <= 1_000:
+        raise ValueError(f"sharpness times the largest logit must be <= 1000, got {sharpness * np.abs(logits).max():g}: fp64 cannot tell beyond")
     power = np.exp(sharpness * (logits - logits.max()))
     found = []
     for m in range(1, letters):
