@@ -8,7 +8,7 @@ import pytest
 from rope_heads import __main__ as command_line
 from rope_heads import artefacts
 
-COMMANDS = ["book", "check-data"]
+COMMANDS = ["book", "check-data", "train", "measure", "collect", "bench"]
 
 
 def run(*arguments):
@@ -40,12 +40,32 @@ def test_help_of_a_command_says_what_it_writes_and_how_long_it_takes(command):
     (["book", "--time-limit", "soon"], "must be a number, got 'soon'"),
     (["book", "--parameter", "seed"], "must look like NAME=VALUE, got 'seed'"),
     (["book", "--only", "nothing"], "no chapter is called 'nothing'; there are: index"),
+    (["book", "--parameter", "mode=full"], "use --mode"),
+    (["book", "--parameter", "seed={1}"], "must be a number, a word, a list or a table, got {1}"),
+    (["train", "--task", "numbers"], "invalid choice: 'numbers'"),
+    (["train", "--task", "number", "--seed", "-1"], "must be a whole number >= 0, got -1"),
+    (["train", "--task", "number", "--seed", "1.0"], "must be a whole number >= 0, got 1.0"),
+    (["train", "--task", "number", "--threads", "99999999999"], "must be 1 to 1024, got 99999999999"),
+    (["train", "--task", "number", "--until", "2"], "until must be in (0, 1], got 2"),
+    (["train", "--task", "number", "--set", "steps=1.7"], "steps must be of type int, got 1.7"),
+    (["train", "--task", "number", "--set", "lr=None"], "lr must be of type float, got None"),
+    (["collect", "--recipe", "../x"], "single folder names, got '../x'"),
     (["check-data", "now"], "unrecognized arguments: now"),
 ])  # fmt: skip
 def test_bad_values_give_one_clear_line_and_exit_code_2(arguments, words):
     done = run(*arguments)
     assert done.returncode == 2 and done.stdout == ""
     assert words in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("rope-heads")
+
+
+def test_a_folder_that_is_a_file_is_named_without_a_traceback(tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    done = run("train", "--task", "number", "--runs", str(tmp_path / "runs"))
+    assert done.returncode == 1 and "runs" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_seeds_are_read_to_the_last_digit():
+    assert command_line.whole("9007199254740993") == 9007199254740993
 
 
 def test_parameters_are_python_literals_or_words():

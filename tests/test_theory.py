@@ -264,3 +264,14 @@ def test_errors_name_the_value_and_the_way_out():
         theory.build_retrieval(3, 1, [0.1], sharpness=1.0, turns=[0.5])
     with pytest.raises(ValueError, match="weights must be >= 0, one per angle"):
         theory.build_index(2, 2, [0.1], [-1.0], sharpness=1.0)
+    for call in (lambda x: theory.kernel([x], [1.0], 5), lambda x: theory.kernel([0.1], [x], 5), lambda x: theory.index_gap([x], [1.0], 5)):
+        with pytest.raises(ValueError, match="must be finite"):
+            call(float("nan"))
+    gap = theory.index_gap([0.1], [1.0], 5)
+    for bad in (float("nan"), -1.0):
+        for call in (lambda s: theory.promised_length(gap, s), lambda s: theory.index_breaks([0.1], [1.0], s, 5),
+                     lambda s: theory.retrieval_breaks([0.1], [1.0], s, 5, 3)):  # fmt: skip
+            with pytest.raises(ValueError, match="sharpness must be >= 0"):
+                call(bad)
+    with pytest.raises(ValueError, match="fp64 cannot tell beyond"):
+        theory.retrieval_breaks([0.1], [1.0], 1e4, 50, 8)

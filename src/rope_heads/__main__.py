@@ -201,7 +201,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "collect", help="join finished runs into tables of data/",
-        description="Joins the finished runs RUNS/RECIPE/* into data/runs/NAME/accuracy.parquet and heads.parquet. Takes seconds. "
+        description="Writes data/runs/NAME/accuracy.parquet and, where they were measured, heads.parquet and the tables of measure, from the "
+        "finished runs RUNS/RECIPE/*. Takes seconds. "
         "List the new tables with `rope-heads check-data --update`.")
     command.add_argument("--recipe", required=True, nargs="+", help="names of folders under RUNS")
     command.add_argument("--into", metavar="NAME", help="name of the folder under data/runs (default: the first recipe)")
