@@ -7,7 +7,8 @@ from models import built
 from prescribed import flowing_backward, prescribed, walking_forward
 
 from rope_heads import circuits
-from rope_heads.circuits import READINGS, plane_products, plane_use, plane_vectors, weighted_id
+from rope_heads.circuits import READINGS, plane_products, plane_use, plane_vectors
+from rope_heads.papers import weighted_plane
 from rope_heads.model import Config, Transformer
 from rope_heads.tasks import LETTER, LETTER_PROPER, NUMBER, QUERY
 
@@ -38,7 +39,7 @@ def test_plane_products_add_up_to_the_logit():
 def test_plane_use_takes_the_largest_key_and_the_mean_prompt():
     products = torch.tensor([[[[1.0, 5.0], [2.0, 0.0]]], [[[3.0, 1.0], [0.0, -2.0]]]])  # [prompt, head, pair, key]
     assert plane_use(products).tolist() == [[4.0, 1.0]]
-    assert weighted_id(torch.tensor([100.0, 0.0, 0.0])) == pytest.approx(1) and weighted_id(torch.zeros(64)) == pytest.approx(32.5)
+    assert weighted_plane([100.0, 0.0, 0.0]) == pytest.approx(1) and weighted_plane(np.zeros(64)) == pytest.approx(32.5)
 
 
 @pytest.mark.parametrize("pairing", ["adjacent", "half"])

@@ -177,7 +177,7 @@ def build_parser() -> argparse.ArgumentParser:
         "steps), run.json, and a checkpoint from which the same command goes on after an interruption. On one core about 10 minutes with "
         "recipe fast and 25 with paper.")
     command.add_argument("--task", required=True, choices=("number", "letter", "letter_proper"))
-    command.add_argument("--recipe", default="fast", choices=("paper", "fast"), help="paper: the paper's values; fast (default): solves the task in minutes")
+    command.add_argument("--recipe", default="fast", choices=("paper", "fast"), help="paper: the paper's values; fast (default): larger steps, in minutes")
     command.add_argument("--seed", type=whole, default=0, help="fixes initial weights, data, order and dropout (default 0)")
     command.add_argument("--set", metavar="NAME=VALUE", type=parameter, action="append", default=[],
                          help="change one value of the recipe (steps, batch, lr, warmup, weight_decay, dropout, clip, precision, ...)")

@@ -44,15 +44,6 @@ def plane_use(products: Float[Tensor, "prompt head pair key"]) -> Float[Tensor, 
     return products.amax(-1).mean(0)
 
 
-def weighted_id(use: Float[Tensor, "... pair"]) -> Float[Tensor, "..."]:
-    """Mean plane id, 1 (fastest) to the number of planes, weighted with softmax(use).
-
-    Recovered from the published curves: rounded, it gives all 24 entries of P1's Table 1 from figure 8.
-    """
-    ids = torch.arange(1, use.shape[-1] + 1, dtype=use.dtype, device=use.device)
-    return (use.softmax(-1) * ids).sum(-1)
-
-
 def plane_vectors(
     model: Transformer, layer: int, hidden: Float[Tensor, "prompt position width"], plane: int
 ) -> tuple[Complex[Tensor, "prompt position head"], Complex[Tensor, "prompt position head"]]:

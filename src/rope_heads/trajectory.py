@@ -7,8 +7,9 @@ split, 75 of each hop count (300), and 300 of each (1,200) at ten steps. P1, app
 import numpy as np
 import torch
 
-from rope_heads.circuits import plane_products, plane_use, weighted_id
+from rope_heads.circuits import plane_products, plane_use
 from rope_heads.model import Transformer
+from rope_heads.papers import weighted_plane
 from rope_heads.scores import centred_scores, entropy, movable_mass, positional_symbolic, swap_cosines, swap_logits, swap_weights
 from rope_heads.tasks import QUERY, WINDOW, Task
 from rope_heads.training import first_of_each
@@ -70,7 +71,7 @@ def measure_layer(model: Transformer, layer: int, hidden: torch.Tensor) -> dict[
         out[name] = value.mean(0).tolist()
     if model.blocks[layer].attention.positions == "rope":
         use = plane_use(plane_products(model, layer, hidden))
-        out["weighted_id"], out["plane_use"] = weighted_id(use).tolist(), list(use.half().cpu().numpy())
+        out["weighted_id"], out["plane_use"] = weighted_plane(use.cpu().numpy()).tolist(), list(use.half().cpu().numpy())
     return out
 
 
