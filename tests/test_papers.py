@@ -1,9 +1,14 @@
 """The published numbers agree with each other: what can be computed from one figure or table equals what another one states."""
 
 import csv
+import functools
+import hashlib
+import http.server
 import re
+import threading
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
@@ -214,3 +219,79 @@ def test_the_readme_lists_every_file_and_nothing_else():
     listed = set(re.findall(r"^\| `([^`]+)` \|", text, flags=re.M))
     assert listed == {path.name for path in FOLDER.iterdir()} - {"README.md"}
     assert (FOLDER / "accuracy.csv").stat().st_size < 1_000_000
+
+
+# ---- tables that are fetched
+
+
+@pytest.fixture
+def release(tmp_path, monkeypatch):
+    """A server on this machine with two small tables in place of P2's: (folder served, cache folder, names)."""
+    served, cache, names = tmp_path / "served", tmp_path / "cache", {}
+    served.mkdir()
+    for name in ("one", "two"):
+        pd.DataFrame({"layer": [0, 1], name: [0.5, 0.25]}).to_parquet(served / f"{name}.parquet")
+        names[name] = hashlib.sha256((served / f"{name}.parquet").read_bytes()).hexdigest()
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=served)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(papers, "RELEASED", names)
+        monkeypatch.setattr(papers, "RELEASED_AT", f"http://127.0.0.1:{server.server_port}/")
+        monkeypatch.setattr("pooch.os_cache", lambda name: cache)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.delenv(papers.FOLDER_VARIABLE, raising=False)
+        yield served, cache, server
+        server.shutdown()
+
+
+def test_released_tables_are_fetched_once_and_kept(release):
+    served, cache, _ = release
+    assert papers.released_tables(download=False) is None and not cache.exists()
+    tables = papers.released_tables()
+    assert tables["two"]["two"].tolist() == [0.5, 0.25]
+    for path in served.iterdir():
+        path.unlink()  # from now on only the cache can give them
+    assert papers.released_tables(download=False)["one"].equals(tables["one"])
+
+
+def test_a_download_with_another_checksum_is_refused_and_not_kept(release):
+    served, cache, _ = release
+    (served / "two.parquet").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="hash"):
+        papers.released_tables()
+    assert sorted(path.name for path in cache.iterdir()) == ["one.parquet"]
+
+
+def test_a_kept_table_that_was_altered_is_refused_by_name(release):
+    _, cache, _ = release
+    papers.released_tables()
+    (cache / "one.parquet").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="one.parquet is not the table that P2 released"):
+        papers.released_tables()
+
+
+def test_without_network_there_are_no_tables_and_no_error(release):
+    served, cache, server = release
+    (served / "two.parquet").unlink()  # 404
+    assert papers.released_tables() is None
+    server.shutdown()
+    server.server_close()
+    assert papers.released_tables() is None
+
+
+def test_a_folder_of_tables_is_read_and_must_be_whole(release, monkeypatch):
+    served, cache, _ = release
+    monkeypatch.setenv(papers.FOLDER_VARIABLE, str(served))
+    assert set(papers.released_tables()) == {"one", "two"} and not cache.exists()
+    (served / "two.parquet").unlink()
+    with pytest.raises(FileNotFoundError, match="ROPE_HEADS_TABLES names a folder without two.parquet"):
+        papers.released_tables()
+
+
+def test_each_table_is_named_once_at_one_commit():
+    assert re.search(r"/[0-9a-f]{40}/", papers.RELEASED_AT) and papers.RELEASED_AT.startswith("https://")
+    assert len(set(papers.RELEASED.values())) == len(papers.RELEASED) == 12

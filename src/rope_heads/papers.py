@@ -2,14 +2,36 @@
 
 The files lie in data/published; its README says for each where it comes from, how exact it is, and under which terms. P1's curves were read
 from vector figures: about +-0.003 in y and +-5 steps in x, so a value may leave [0, 1] by that much. Every reader returns a fresh frame.
+
+P2's own tables, one row a head, are not part of this repository: `released_tables` fetches them by address and checksum.
 """
+
+import os
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from rope_heads.artefacts import data_path
+from rope_heads.artefacts import data_path, sha256
 
 TASKS = ("number", "letter")
+
+RELEASED_AT = "https://raw.githubusercontent.com/HengyuLi-Ozaki-lab/qk-spectral-fingerprint/cd01d4a9a1eeb098e51fd5678caf6bbb16aee1c6/results/cache/"
+RELEASED = {  # P2's tables (Li Hengyu, CC BY 4.0): file without .parquet -> sha256
+    "gpt2_head_full": "1f4f528d641e23c67cc6f842710eab209a7575a80692368683641c80df5db6b1",
+    "opt-1.3b_head_full": "490a9d1cc0eeb9cc8e84fd39ec1376303fc55c9db0b4f07e753495c162e20143",
+    "gpt-neo-1.3b_head_full": "d5ddb914e33ea5ca8164d1c93b1150330bf7e1fda712470a147875bc88120550",
+    "bloom-1b1_head_full": "cb38d755c136b31fed38bb67575bd3b1793a9bbd93c5d53d125e716aa7cdbc3a",
+    "pythia-410m_head_full": "a5bc6aab87a6ba4d24a1c036f472f8f393c70d0f5dff61b6723d0e2c7df3bc2d",
+    "pythia-1.4b_head_full": "0e3f5c09f124e9dd47bd4de9393e3f05df779a2d0c1a09a99e7ffb95807468fc",
+    "llama-3-8b_head_full": "32b3c9110a9dc76ae7d7efd181f61d3085aac39c89d1532f7c1a519cf0823b6f",
+    "pythia-410m_ckpt_analysis": "08dbfb99db4d676039e9a2c47478bd05cea237f4f2f0a31de86ed4298cfd2b63",
+    "pythia-410m_ckpt_summary": "f6511b2ebdb4daf4258b762a74734e3ddc100bf0e98e3663cfbe556eef668f9f",
+    "pythia-160m_ckpt_analysis": "c33dbe3415a59b585a9141226825d18ddb1ab0cdb0d578564efedfc727888318",
+    "pythia-160m_ckpt_summary": "6e2a7bf1be80651a63c9a23d08e217951452c339076afcba4c8cb538fd5f8ceb",
+    "pythia-410m_kernel_curves": "1f43b87e77b76261881dbc6341e66a337119bcd112b0e7e977a458bc74fffffc",
+}
+FOLDER_VARIABLE = "ROPE_HEADS_TABLES"
 
 
 def table(name: str) -> pd.DataFrame:
@@ -86,3 +108,33 @@ def weighted_plane(use: np.ndarray) -> np.ndarray:
     use = np.asarray(use, float)
     weight = np.exp(use - use.max(axis=-1, keepdims=True))
     return (weight * np.arange(1, use.shape[-1] + 1)).sum(-1) / weight.sum(-1)
+
+
+def released_tables(download: bool = True) -> dict[str, pd.DataFrame] | None:
+    """P2's released tables by the names in `RELEASED`, or None when they are neither here nor within reach.
+
+    The environment variable ROPE_HEADS_TABLES names a folder that holds them; else they are kept in the user's cache folder, fetched once.
+    Every file must have its sha256: another one raises ValueError, and a download like that is not kept. `download=False` only looks.
+    """
+    import pooch
+    import requests
+
+    folder = os.environ.get(FOLDER_VARIABLE)
+    home = Path(folder) if folder else Path(pooch.os_cache("rope-heads"))
+    pooch.get_logger().setLevel("WARNING")  # a page is no place for one line a file
+    tables = {}
+    for name, digest in RELEASED.items():
+        path = home / f"{name}.parquet"
+        if not path.is_file():
+            if folder:
+                raise FileNotFoundError(f"{FOLDER_VARIABLE} names a folder without {name}.parquet: unset it, or put all {len(RELEASED)} tables there")
+            if not download:
+                return None
+            try:
+                pooch.retrieve(RELEASED_AT + path.name, f"sha256:{digest}", path.name, home, downloader=pooch.HTTPDownloader(timeout=10))
+            except requests.exceptions.RequestException:
+                return None
+        if sha256(path) != digest:
+            raise ValueError(f"{path} is not the table that P2 released: its sha256 is {sha256(path)[:12]}..., expected {digest[:12]}...; remove it")
+        tables[name] = pd.read_parquet(path)
+    return tables
