@@ -132,11 +132,13 @@ def collect(arguments) -> int:
     from rope_heads import runs
 
     try:
-        rows = runs.collect(Path(arguments.runs), arguments.recipe, arguments.into or arguments.recipe[0], partial=arguments.partial)
+        into = arguments.into or arguments.recipe[0]
+        rows = runs.collect(Path(arguments.runs), arguments.recipe, into, partial=arguments.partial, tasks=arguments.tasks, seeds=arguments.seeds)
+        runs.keep_weights(Path(arguments.runs), arguments.recipe[0], arguments.weights, into)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     for table, number in rows.items():
-        print(f"data/runs/{arguments.into or arguments.recipe[0]}/{table}.parquet: {number} rows")
+        print(f"data/runs/{into}/{table}.parquet: {number} rows")
     return 0
 
 
@@ -202,10 +204,14 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "collect", help="join finished runs into tables of data/",
         description="Writes data/runs/NAME/accuracy.parquet and, where they were measured, heads.parquet and the tables of measure, from the "
-        "finished runs RUNS/RECIPE/*. Takes seconds. "
+        "finished runs RUNS/RECIPE/*. Takes seconds, with --weights a minute for each of them. "
         "List the new tables with `rope-heads check-data --update`.")
     command.add_argument("--recipe", required=True, nargs="+", help="names of folders under RUNS")
     command.add_argument("--into", metavar="NAME", help="name of the folder under data/runs (default: the first recipe)")
+    command.add_argument("--tasks", nargs="+", choices=("number", "letter", "letter_proper"), help="only runs of these tasks (default: all that are there)")
+    command.add_argument("--seeds", nargs="+", type=whole, metavar="SEED", help="only runs of these seeds (default: all that are there)")
+    command.add_argument("--weights", nargs="*", default=[], metavar="RUN",
+                         help="also keep the final weights of these runs of the first recipe (number-0), in fp16 where that changes no accuracy")
     command.add_argument("--partial", action="store_true", help="take unfinished runs as far as they got")
     command.add_argument("--runs", metavar="DIR", default="runs", help="where runs were written (default runs/)")
     command.set_defaults(handler=collect)

@@ -1,5 +1,6 @@
 """Frozen runs: many run folders become a few tables in data/runs, and what a reader's own run should look like beside them."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,22 +8,32 @@ import pandas as pd
 from scipy import stats
 
 from rope_heads import artefacts, final
+from rope_heads.model import Transformer
+from rope_heads.tasks import TASKS
+from rope_heads.training import accuracy_by_hops
 
 # file of a run folder -> table of data/runs/<name>; the files of `rope-heads measure` keep their names
 TABLES = {"log": "accuracy", "measures": "heads"} | {name: name for name in final.TABLES}
 FILES = {table: file for file, table in TABLES.items()}
 
 
-def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None, partial: bool = False) -> dict[str, int]:
+def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None, partial: bool = False,
+            tasks: list[str] | None = None, seeds: list[int] | None = None) -> dict[str, int]:  # fmt: skip
     """Joins the finished runs under runs/<recipe>/ into data/runs/<into>/{accuracy,heads,...}.parquet; rows of each table.
 
     Columns recipe, task and seed come first. The provenance lists every run: command, versions, seconds, last step. A run
     that is not finished is an error, unless `partial` takes it as far as it got (calibration needs no more; a verdict does).
+    tasks, seeds: only these (default: all that are there); where both are given, each run that they name must be there.
     """
     for name in (into, *recipes):
         if name in ("", ".", "..") or "/" in name or "\\" in name:
             raise ValueError(f"names of recipes and tables must be single folder names, got {name!r}")
-    by_recipe = {recipe: sorted(path.parent for path in (Path(runs) / recipe).glob("*/run.json")) for recipe in recipes}
+    by_recipe = {recipe: sorted(path.parent for path in (Path(runs) / recipe).glob("*/run.json")
+                                if _wanted(path.parent.name, tasks, seeds)) for recipe in recipes}  # fmt: skip
+    there = {(recipe, folder.name) for recipe, found in by_recipe.items() for folder in found}
+    absent = [f"{recipe}/{task}-{seed}" for recipe in recipes for task in tasks or () for seed in seeds or () if (recipe, f"{task}-{seed}") not in there]
+    if absent:
+        raise ValueError(f"{runs} lacks {', '.join(absent)}: train them first (rope-heads train)")
     empty = [recipe for recipe, found in by_recipe.items() if not found]
     if empty:
         raise ValueError(f"{runs} holds no runs of {', '.join(empty)}: train some first (rope-heads train --recipe ...)")
@@ -46,11 +57,43 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
             lacking = [str(folder.relative_to(runs)) for folder in folders if not (folder / f"{FILES[table]}.parquet").exists()]
             raise ValueError(f"table {table} is there for some runs and missing for {', '.join(lacking)}: measure them (rope-heads measure --run)")
     command = f"rope-heads collect --into {into} --recipe " + " ".join(recipes) + " --partial" * partial
+    command += "".join(f" --{name} {' '.join(map(str, chosen))}" for name, chosen in (("tasks", tasks), ("seeds", seeds)) if chosen)
     told = artefacts.provenance(command, round(sum(made["seconds"] for made in origins), 1), runs=origins)
     for table, parts in frames.items():
         frame = pd.concat(parts, ignore_index=True).sort_values(["recipe", "task", "seed", "step"], kind="stable", ignore_index=True)
         artefacts.write_parquet((data or artefacts.data_folder()) / "runs" / into / f"{table}.parquet", frame, told)
     return {table: sum(map(len, parts)) for table, parts in frames.items()}
+
+
+def _wanted(name: str, tasks: list[str] | None, seeds: list[int] | None) -> bool:
+    task, _, seed = name.rpartition("-")
+    return (not tasks or task in tasks) and (not seeds or seed in map(str, seeds))
+
+
+def keep_weights(runs: Path, recipe: str, names: list[str], into: str, data: Path | None = None, report=print) -> None:
+    """Final weights of the named runs (`number-0`) go to data/runs/<into>/<name>.safetensors, in fp16 where that changes no accuracy.
+
+    "No accuracy" is that of each hop count on the whole test split, which `rope-heads measure` has measured in fp32; else fp32 is kept.
+    """
+    for name in names:
+        folder = Path(runs) / recipe / name
+        if not (folder / "model.safetensors").exists() or not (folder / "tests.parquet").exists():
+            raise ValueError(f"{folder} is no measured run: train it, then rope-heads measure --run")
+        identity, made = artefacts.read_json(folder / "run.json")
+        tests = artefacts.read_parquet(folder / "tests.parquet")[0].query("planes_off == 'none'").set_index("hops").accuracy.to_dict()
+        model = Transformer.load(folder / "model.safetensors")
+        tensors = {key: value.half() for key, value in model.state_dict().items()}
+        half = Transformer(model.config).eval()
+        half.load_state_dict({key: value.float() for key, value in tensors.items()})
+        same = accuracy_by_hops(half, TASKS[identity["task"]].split("test", identity["seed"])) == tests
+        told = {"config": json.dumps(identity["config"]), "made by": made["command"], "recipe": json.dumps(identity["recipe"])}
+        artefacts.write_tensors((data or artefacts.data_folder()) / "runs" / into / f"{name}.safetensors", tensors if same else model.state_dict(), told)
+        report(f"data/runs/{into}/{name}.safetensors: {'fp16, same accuracy' if same else 'fp32, for fp16 changes the accuracy'}")
+
+
+def frozen_model(name: str, run: str) -> Transformer:
+    """A trained model of data/runs/<name>, as `number-0`: evaluation mode, fp32."""
+    return Transformer.load(artefacts.data_path(f"runs/{name}/{run}.safetensors"))
 
 
 def frozen(name: str, table: str = "accuracy") -> pd.DataFrame:
