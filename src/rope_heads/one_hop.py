@@ -132,24 +132,26 @@ def solve(words: list[str], task: str, setting: str = "plain") -> str:
     return next(word for word in reversed(window) if word[0] == query[1])
 
 
-def prompt(item: Item) -> str:
-    """The whole user message: rule, three worked examples made by the item's own generator, the item."""
-    return prefix(item.task, item.setting) + _row(item.words, item.setting) + "\nOutput:"
+def prompt(item: Item) -> list[dict[str, str]]:
+    """The chat [{"role", "content"}]: the rule, three worked examples as turns of the chat, the item.
 
-
-def prefix(task: str, setting: str) -> str:
-    """What the prompts of one task and setting share: everything before the item's words."""
-    rule = RULES[setting if setting in RULES else task]
-    joined = SEPARATORS.get(setting, (" ", "spaces"))[1]
-    lines = [f"You get a row of words, separated by {joined}.", rule, "Write the answer and nothing else.", ""]
+    The examples come from the generator that made the item, with a seed of their own. As turns they show a model that the answer stands
+    alone; put into one message they leave a small model free to write "The answer is ...".
+    """
+    rule = RULES[item.setting if item.setting in RULES else item.task]
+    joined = SEPARATORS.get(item.setting, (" ", "spaces"))[1]
+    chat = [{"role": "user", "content": f"You get rows of words, separated by {joined}. {rule} Write the answer and nothing else.\n\n"}]
     for window in EXAMPLE_WINDOWS:
-        example = items(task, window, EXAMPLE_DATA_SET, setting, 3)[2]
-        lines += [f"Input: {_row(example.words, setting)}", f"Output: {example.answer}", ""]
-    return "\n".join(lines) + "\nInput: "
+        example = items(item.task, window, EXAMPLE_DATA_SET, item.setting, 3)[2]
+        chat[-1]["content"] += row(example)
+        chat += [{"role": "assistant", "content": example.answer}, {"role": "user", "content": ""}]
+    chat[-1]["content"] = row(item)
+    return chat
 
 
-def _row(words, setting: str) -> str:
-    return SEPARATORS.get(setting, (" ", ""))[0].join(words)
+def row(item: Item) -> str:
+    """The item's words as they stand in the prompt."""
+    return SEPARATORS.get(item.setting, (" ", ""))[0].join(item.words)
 
 
 QUOTES = ("'", '"', "`", "“", "‘")

@@ -1,0 +1,182 @@
+"""Answers of language models to the one-hop tasks: kept as JSONL, planned, counted. Asking itself is in `asking`, items in `one_hop`.
+
+One line an answer: model, date, task, setting, window, data_set, number, prompt (first 16 hex digits of the sha256 over the chat), answer,
+input_tokens, output_tokens; a model that runs here also has rank, candidates and top. Whether an answer is right is never stored: it follows
+from the item, which the first six fields make again.
+"""
+
+import hashlib
+import html
+import json
+import os
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from rope_heads import one_hop
+from rope_heads.artefacts import data_folder
+from rope_heads.one_hop import Item
+
+FIELDS = ("model", "date", "task", "setting", "window", "data_set", "number", "prompt", "answer", "input_tokens", "output_tokens")
+SCREEN_WINDOW, SCREEN = 16, 0.85  # P1, Appendix H: a model must reach this accuracy on Letter
+LONGEST_ANSWER = 2_000  # characters kept of an answer
+INSTALL = "asking language models needs the extra llm: pip install 'rope-heads[llm]'"
+
+
+def folder() -> Path:
+    return data_folder() / "runs" / "language_models"
+
+
+def file_of(model: str, where: Path | None = None) -> Path:
+    """The JSONL file of a model: its name with everything but letters, digits, dots and hyphens turned into _."""
+    return (where or folder()) / ("".join(c if c.isascii() and (c.isalnum() or c in ".-") else "_" for c in model) + ".jsonl")
+
+
+def prompt_hash(item: Item) -> str:
+    return hashlib.sha256(json.dumps(one_hop.prompt(item), ensure_ascii=False).encode()).hexdigest()[:16]
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------------------
+
+
+def plan(tasks: Sequence[str] = one_hop.TASKS, settings: Sequence[str] = ("plain",), windows: Sequence[int] = one_hop.WINDOWS,
+         data_sets: int = one_hop.DATA_SETS) -> list[Item]:  # fmt: skip
+    """The items to ask, short windows first. A task that a setting does not have is left out; ValueError when nothing is left."""
+    pairs = [(task, setting) for setting in settings for task in tasks if task in one_hop.SETTINGS.get(setting, tasks)]
+    if not pairs or not windows or data_sets < 1:
+        raise ValueError(f"nothing to ask: tasks {list(tasks)}, settings {list(settings)}, windows {list(windows)}, data sets {data_sets}")
+    return [item for window in sorted(set(windows)) for task, setting in pairs for seed in range(data_sets)
+            for item in one_hop.items(task, window, seed, setting)]  # fmt: skip
+
+
+def tokens_at_most(item: Item) -> int:
+    """A generous guess of a prompt's tokens without the model's tokenizer: two a word for pieces of three characters, 4 a chat turn."""
+    chat = one_hop.prompt(item)
+    return sum(4 + sum(max(2, -(-len(word) // 3)) for word in turn["content"].split()) for turn in chat)
+
+
+@dataclass(frozen=True)
+class Price:
+    """US dollars a million tokens."""
+
+    input: float
+    output: float
+
+    def of(self, input_tokens: int, output_tokens: int) -> float:
+        return (self.input * input_tokens + self.output * output_tokens) / 1e6
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[dict]:
+    """Records of a file; [] when there is none. A last line that was cut off is left out; any other bad line is a ValueError."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    records = []
+    for i, line in enumerate(lines[:-1], 1):  # what follows the last line break is empty, or was cut off while it was written
+        try:
+            record = json.loads(line)
+            missing = [field for field in FIELDS if field not in record]
+        except (ValueError, TypeError):
+            record, missing = None, ["everything"]
+        if missing:
+            raise ValueError(f"{path}, line {i} lacks {', '.join(missing)}: restore the file or delete the line")
+        records.append(record)
+    return records
+
+
+def append(path: Path, records: Iterable[dict]) -> None:
+    """Adds records and has them on the disk before it returns: an answer that was paid for is not lost."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(record, ensure_ascii=True) + "\n" for record in records)
+    with open(path, "ab+") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1_000_000))
+        tail = file.read()
+        if tail and not tail.endswith(b"\n"):
+            file.truncate(end - len(tail) + tail.rfind(b"\n") + 1)
+        file.seek(0, os.SEEK_END)
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def record(item: Item, model: str, date: str, answer: str, input_tokens: int, output_tokens: int, **more) -> dict:
+    return {"model": model, "date": date, "task": item.task, "setting": item.setting, "window": item.window, "data_set": item.data_set,
+            "number": item.number, "prompt": prompt_hash(item), "answer": answer[:LONGEST_ANSWER], "input_tokens": input_tokens,
+            "output_tokens": output_tokens, **more}  # fmt: skip
+
+
+# ---- what the answers say --------------------------------------------------------------------------------------------------------
+
+
+def table(records: Sequence[dict]) -> pd.DataFrame:
+    """One row an answer: the record, the kind of answer (`one_hop.classify`), right (0 or 1), place and distance of the right word.
+
+    An answer to a prompt that the package no longer makes is left out, because its item is unknown.
+    """
+    made: dict[tuple, list[Item]] = {}
+    rows = []
+    for r in records:
+        cell = r["task"], r["window"], r["data_set"], r["setting"]
+        if cell not in made:
+            made[cell] = one_hop.items(*cell)
+        item = made[cell][r["number"]] if r["number"] < len(made[cell]) else None
+        if item is not None and prompt_hash(item) == r["prompt"]:
+            kind = one_hop.classify(r["answer"], item)
+            rows.append({**r, "kind": kind, "right": int(kind == "right"), "place": item.place, "distance": item.distance})
+    columns = [*FIELDS, "kind", "right", "place", "distance"]
+    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
+
+
+def accuracy(answers: pd.DataFrame, by: Sequence[str] = ("model", "task", "setting", "window")) -> pd.DataFrame:
+    """Mean over data sets, lowest and highest data set, sd over data sets, number of answers: one row for each value of `by`."""
+    sets = answers.groupby([*by, "data_set"]).right.agg(["mean", "size"])
+    groups = sets.groupby(list(by))
+    return pd.DataFrame({"accuracy": groups["mean"].mean(), "low": groups["mean"].min(), "high": groups["mean"].max(),
+                         "sd": groups["mean"].std(), "answers": groups["size"].sum()}).reset_index()  # fmt: skip
+
+
+def screened(accuracies: pd.DataFrame, task: str, window: int = SCREEN_WINDOW, least: float = SCREEN) -> list[str]:
+    """Models whose accuracy on `task` at the screening window is at least `least` (columns model, task, window, accuracy)."""
+    rows = accuracies[(accuracies.task == task) & (accuracies.window == window) & (accuracies.accuracy >= least)]
+    return sorted(rows.model)
+
+
+def guessing(task: str, window: int) -> float:
+    """Accuracy of one random word of the window. Number: its letters repeat, 1/window + (1 - 1/window)/26; Letter: 1/window."""
+    return 1 / window + (1 - 1 / window) / 26 if task == "number" else 1 / window
+
+
+def lonely_word(item: Item, rng: np.random.Generator) -> str:
+    """A solver that never reads the query: one of the words whose first letter occurs once in the window, any word if there is none."""
+    window = item.words[:-1]
+    first = [word[0] for word in window]
+    lonely = [word for word in window if first.count(word[0]) == 1]
+    return str(rng.choice(lonely or window))
+
+
+# ---- showing answers -------------------------------------------------------------------------------------------------------------
+
+
+def plain(text: str, longest: int = 60) -> str:
+    """`text` on one line for a terminal: control and invisible characters written out, cut to `longest` characters."""
+    visible = "".join(c if c == " " or unicodedata.category(c)[0] not in "CZ" else ascii(c)[1:-1] for c in text)
+    return visible if len(visible) <= longest else visible[: longest - 3] + "..."
+
+
+def answers_html(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
+    """An HTML table of texts that models wrote: every cell escaped, inside <code>, and out of MathJax's reach. Nothing in it executes."""
+    mark = 'class="mathjax_ignore tex2jax_ignore"'
+
+    def cells(texts, tag):
+        return "".join(f"<{tag}><code {mark}>{html.escape(plain(str(text)))}</code></{tag}>" for text in texts)
+
+    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+    return f"<table {mark}><thead><tr>{cells(head, 'th')}</tr></thead><tbody>{body}</tbody></table>"
