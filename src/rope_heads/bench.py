@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from rope_heads.model import Config, Transformer
+from rope_heads.spectra import qk_spectrum
 from rope_heads.tasks import TASKS
 from rope_heads.training import RECIPES, parameter_groups
 
@@ -75,7 +76,26 @@ def training(rounds: int = 12) -> list[str]:
     return lines
 
 
-BENCHES = {"sequences": sequences, "training": training}
+def spectra(rounds: int = 3, heads: int = 8, width: int = 2048) -> list[str]:
+    """Spectra of heads as wide as Llama-3-8B's, and eigenvalues through the core against those of the whole matrix, float64."""
+    w_q, w_k = torch.randn(2, heads, 4096, 128, generator=torch.Generator().manual_seed(0)) / 64
+    many = statistics.median(in_turns({"many": lambda: qk_spectrum(w_q, w_k)}, rounds)["many"]) / heads
+    one_q, one_k = w_q[0, :width].double(), w_k[0, :width].double()
+    found: dict[str, torch.Tensor] = {}
+    seconds = in_turns({
+        "whole": lambda: found.update(whole=torch.linalg.eigvals(one_q @ one_k.T)),
+        "core": lambda: found.update(core=qk_spectrum(one_q, one_k).eigenvalues),
+    }, rounds)  # fmt: skip
+    whole = found["whole"][found["whole"].abs().argsort(descending=True)[:128]]
+    distance = (whole[:, None] - found["core"][None, :]).abs()
+    off = max(distance.min(0).values.max(), distance.min(1).values.max()) / whole.abs().max()
+    middle, low, high = ratio(seconds["whole"], seconds["core"])
+    return [f"1,024 heads of 4096 x 128: {1024 * many:.0f} s (from {heads} heads)",
+            f"a head of {width} x 128 through its core: {middle:.0f} times as fast as the whole matrix (quartiles {low:.0f} to {high:.0f}), "
+            f"eigenvalues agree to {off:.0e}"]  # fmt: skip
+
+
+BENCHES = {"sequences": sequences, "training": training, "spectra": spectra}
 
 
 def main(names: list[str], threads: int = 1, report: Callable[[str], None] = print) -> None:

@@ -93,11 +93,10 @@ def qk_spectrum(w_q: Float[Tensor, "*head width d_head"], w_k: Float[Tensor, "*h
     Keys shared by several queries (grouped attention) must be repeated to the shape of W_Q. A head of zeros gives nan.
     """
     w_q, w_k = _pair(w_q, w_k)
-    both = torch.cat((w_q, w_k), dim=-1)  # [..., width, 2 d_head]
-    gram = both.mT @ both
-    k = w_q.shape[-1]
-    square = (gram[..., :k, :k] * gram[..., k:, k:]).sum((-1, -2))  # |M|^2 = tr (W_Q^T W_Q)(W_K^T W_K)
-    return Spectrum(content_pos_frac=_content_pos_frac(gram), **_rotation_measures(gram[..., k:, :k], square))
+    queries, keys, core = w_q.mT @ w_q, w_k.mT @ w_k, w_k.mT @ w_q  # each [..., d_head, d_head]
+    square = (queries * keys).sum((-1, -2))  # |M|^2 = tr (W_Q^T W_Q)(W_K^T W_K)
+    gram = torch.cat((torch.cat((queries, core.mT), -1), torch.cat((core, keys), -1)), -2)
+    return Spectrum(content_pos_frac=_content_pos_frac(gram), **_rotation_measures(core, square))
 
 
 def singular_values(w_q: Float[Tensor, "*head width d_head"], w_k: Float[Tensor, "*head width d_head"]) -> Float[Tensor, "*head d_head"]:
