@@ -247,3 +247,33 @@ def test_a_table_that_some_runs_lack_is_no_table(finished, tmp_path):
     final.measure_run(finished, report=lambda line: None)
     with pytest.raises(ValueError, match="missing for tiny/number-1: measure them"):
         runs.collect(finished.parents[1], ["tiny"], "tiny", tmp_path)
+
+
+def test_collect_takes_chosen_runs_and_misses_absent_ones(finished, tmp_path):
+    final.measure_run(finished, report=lambda line: None)
+    root = finished.parents[1]
+    rows = runs.collect(root, ["tiny"], "some", tmp_path, tasks=["number"], seeds=[0])
+    frame, origin = artefacts.read_parquet(tmp_path / "runs" / "some" / "accuracy.parquet")
+    assert rows["accuracy"] == len(frame) and set(frame.seed) == {0}
+    assert origin["command"] == "rope-heads collect --into some --recipe tiny --tasks number --seeds 0"
+    with pytest.raises(ValueError, match="lacks tiny/letter-0, tiny/letter-9, tiny/number-9: train them first"):
+        runs.collect(root, ["tiny"], "some", tmp_path, tasks=["letter", "number"], seeds=[0, 9])
+
+
+def test_kept_weights_are_half_as_large_unless_that_changes_the_accuracy(finished, tmp_path):
+    final.measure_run(finished, report=lambda line: None)
+    told = []
+    runs.keep_weights(finished.parents[1], "tiny", ["number-0"], "some", tmp_path, told.append)
+    path = tmp_path / "runs" / "some" / "number-0.safetensors"
+    whole, half = Transformer.load(finished / "model.safetensors"), Transformer.load(path)
+    assert "fp16, same accuracy" in told[0] and path.stat().st_size < 0.6 * (finished / "model.safetensors").stat().st_size
+    for name, tensor in whole.state_dict().items():
+        torch.testing.assert_close(half.state_dict()[name], tensor.half().float(), rtol=0, atol=0)
+    tests, origin = artefacts.read_parquet(finished / "tests.parquet")
+    artefacts.write_parquet(finished / "tests.parquet", tests.assign(accuracy=tests.accuracy + 0.001), origin)
+    runs.keep_weights(finished.parents[1], "tiny", ["number-0"], "some", tmp_path, told.append)
+    assert "fp32, for fp16 changes the accuracy" in told[1]
+    torch.testing.assert_close(Transformer.load(path).state_dict(), whole.state_dict(), rtol=0, atol=0)
+    final.measure_run(finished, report=lambda line: None)
+    with pytest.raises(ValueError, match="number-7 is no measured run: train it"):
+        runs.keep_weights(finished.parents[1], "tiny", ["number-7"], "some", tmp_path)

@@ -109,3 +109,30 @@ def test_planes_off_by_claim():
         "number_without_fast": pytest.approx(0.1), "number_without_slow": pytest.approx(0.7),
         "letter_without_fast": pytest.approx(0.1), "letter_without_slow": pytest.approx(0.7)}  # fmt: skip
     assert set(values) == needed("own-planes-causal")
+
+
+def test_every_layer_is_scored_under_every_variant(number):
+    columns = {name: 0.25 for pair in list(head_statistics.VARIANTS.values())[1:] for name in pair}
+    kinds = pd.DataFrame([("paper", "number", 0, step, hops, layer, 0, swaps, 0.1 * hops + 0.2 * (step > 0), 0.5) for step in (0, 150) for hops in (1, 3)
+                          for layer in range(5) for swaps in ("window", "across")],
+                         columns=["recipe", "task", "seed", "step", "hops", "layer", "head", "swaps", "positional", "symbolic"])  # fmt: skip
+    table = head_statistics.score_variants(number.assign(**columns), kinds).set_index(["variant", "layer"])
+    assert len(table) == 5 * (len(head_statistics.VARIANTS) + 2) and not table.isna().any(axis=None)
+    assert tuple(table.loc[("last token", 2), ["positional", "symbolic"]]) == (0.97, 0.04)
+    assert tuple(table.loc[("swaps: across", 4), ["positional", "symbolic"]]) == (pytest.approx(0.4), 0.5)
+    assert head_statistics.pure_now([0.9, 0.1, 0.9, 0.5], [0.1, 0.9, 0.9, 0.5]).tolist() == [1, -1, 0, 0]
+    assert head_statistics.pure_now(0.81, 0.19) == 1 and head_statistics.pure_now(0.81, 0.19, gamma=0.1) == 0
+
+
+def test_ablation_stands_beside_the_forbidden_look():
+    key = ("paper", "number", 0, 150)
+    steps = pd.DataFrame([(*key, reading, hops, k, layer, 0, 0.9, accuracy, 1.0) for reading, hops, k, layer, accuracy in
+                          [("forward", 2, 1, 0, 0.7), ("forward", 2, 2, 1, 0.4), ("forward", 2, 3, 2, 1.0), ("backward", 2, 2, 0, 0.95)]],
+                         columns=["recipe", "task", "seed", "step", "reading", "hops", "chain_step", "layer", "head", "share", "accuracy", "accuracy_off_chain"])
+    forbidden = pd.DataFrame([(*key, 2, name, 1, accuracy) for name, accuracy in [("none", 0.9), ("p0 to p1", 0.1), ("p0 to p2", 0.8), ("p1 to p2", 0.3)]],
+                             columns=["recipe", "task", "seed", "step", "hops", "forbidden", "looks", "accuracy"])  # fmt: skip
+    found = head_statistics.ablated_and_forbidden(steps, forbidden).set_index(["reading", "chain_step"])
+    assert len(found) == 3  # forward step 3 does not exist in a chain of two hops
+    assert tuple(found.loc[("forward", 1), ["ablated", "forbidden"]]) == (pytest.approx(0.2), pytest.approx(0.8))  # p0 to p1
+    assert tuple(found.loc[("forward", 2), ["ablated", "forbidden"]]) == (pytest.approx(0.5), pytest.approx(0.1))  # p0 to p2
+    assert tuple(found.loc[("backward", 2), ["ablated", "forbidden"]]) == (pytest.approx(-0.05), pytest.approx(0.6))  # p1 to p2

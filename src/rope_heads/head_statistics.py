@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
+from rope_heads.circuits import READINGS
 from rope_heads.claims import maximal_step
 from rope_heads.scores import pure_from
 
@@ -126,6 +127,53 @@ def mechanism(mechanism: pd.DataFrame, task: str) -> Values:
     if task == "letter":
         values["follows_proper"] = by_seed(better, "letter_proper", lambda run: run.follows.iloc[0])
     return values
+
+
+# ---- exploratory: no claim rests on these ----------------------------------------------------------------------------------------------
+
+
+VARIANTS = {  # name -> columns of `heads` that hold the two scores; the first is the ledger's
+    "last token": ("positional", "symbolic"), "temperature 0.01": ("positional_t0.01", "symbolic_t0.01"), "temperature 1": ("positional_t1", "symbolic_t1"),
+    "centred": ("positional_centred", "symbolic_centred"), "all pre-target tokens": ("positional_pre", "symbolic_pre"),
+    "pre-target tokens on the chain": ("positional_chain", "symbolic_chain")}  # fmt: skip
+
+
+def score_variants(heads: pd.DataFrame, kinds: pd.DataFrame) -> pd.DataFrame:
+    """Final scores of every head under each variant of the score: other temperatures, query tokens and swaps, not the ledger's alone.
+
+    Columns recipe, task, seed, layer, head, variant, positional, symbolic. From `kinds` the mean over hop counts. All layers are scored under all
+    variants, so that a variant which would make one layer pure also shows what it does to the others.
+    """
+    end, key = at_the_end(heads), [*RUN, "layer", "head"]
+    parts = [end[key].assign(variant=name, positional=end[p], symbolic=end[s]) for name, (p, s) in VARIANTS.items()]
+    last = at_the_end(kinds).groupby([*key, "swaps"], as_index=False)[["positional", "symbolic"]].mean()
+    parts.append(last.assign(variant="swaps: " + last.swaps).drop(columns="swaps"))
+    return pd.concat(parts, ignore_index=True)
+
+
+def pure_now(positional, symbolic, gamma: float = 0.2) -> np.ndarray:
+    """+1 where scores are pure positional at this moment, -1 where pure symbolic, 0 elsewhere."""
+    positional, symbolic = np.asarray(positional), np.asarray(symbolic)
+    return ((positional > 1 - gamma) & (symbolic < gamma)).astype(int) - ((symbolic > 1 - gamma) & (positional < gamma))
+
+
+def ablated_and_forbidden(steps: pd.DataFrame, forbidden: pd.DataFrame) -> pd.DataFrame:
+    """What each chain step costs when the head that performs it is ablated, beside what the same look costs when no layer may make it.
+
+    Ablation alone can mislead either way: a look that several layers make costs little although the model needs it, and a head's output may
+    carry more than the look. Columns recipe, task, seed, reading, hops, chain_step, layer, share, ablated, forbidden: the last two are lost accuracy.
+    """
+    found = at_the_end(steps).query("chain_step <= hops").copy()
+    looks = [READINGS[reading][0][k - 1] for reading, k in zip(found.reading, found.chain_step, strict=True)]
+    whole, key = at_the_end(forbidden), [*RUN, "hops"]
+    untouched = whole[whole.forbidden == "none"].set_index(key).accuracy
+    found["name"] = [f"p{looker} to p{target}" for looker, target in looks]
+    found = found.merge(whole.rename(columns={"forbidden": "name", "accuracy": "without"})[[*key, "name", "without"]], on=[*key, "name"])
+    base = untouched.reindex(pd.MultiIndex.from_frame(found[key])).to_numpy()
+    return found.assign(ablated=base - found.accuracy, forbidden=base - found.without)[[*key[:3], "reading", "hops", "chain_step", "layer", "share", "ablated", "forbidden"]]
+
+
+# ---- for the chapter length_generalization ---------------------------------------------------------------------------------------------
 
 
 def planes_causal(tests: pd.DataFrame) -> Values:
