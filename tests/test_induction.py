@@ -164,6 +164,22 @@ def test_collected_tables(tmp_path):
         collect(tmp_path / "nothing", tmp_path)
 
 
+def test_command_line(tmp_path, capsys, monkeypatch):
+    from rope_heads import artefacts
+    from rope_heads.__main__ import main
+
+    tiny = [word for k, v in (("cap", 2), ("every", 2), ("batch", 2), ("length", 70)) for word in ("--set", f"{k}={v}")]
+    assert main(["toy", "--arm", "learned free", "--runs", str(tmp_path), *tiny]) == 0
+    assert "formed at step inf" in capsys.readouterr().out and (tmp_path / "toys" / "learned-free-0" / "run.json").exists()
+    monkeypatch.setattr(artefacts, "data_folder", lambda: tmp_path / "data")
+    assert main(["toy", "--collect", "--runs", str(tmp_path)]) == 0 and (tmp_path / "data" / "runs" / "toys" / "heads.parquet").exists()
+    for wrong, told in (
+        (["--arm", "RoPE"], "arm must be one of"), ([], "pass --arm"), (["--arm", "RoPE free", "--collect"], "pass --arm"),
+        (["--arm", "RoPE free", "--set", "size=3"], "no part of a schedule"), (["--arm", "RoPE free", "--set", "cap=2.5"], "whole number"),
+    ):  # fmt: skip
+        assert main(["toy", "--runs", str(tmp_path / "x"), *wrong]) == 2 and told in capsys.readouterr().err
+
+
 def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="no phase|has a phase"):
         Arm("learned", "phase")

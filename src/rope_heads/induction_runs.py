@@ -50,6 +50,18 @@ class Schedule:
             raise ValueError(f"after must be >= 0 or None, got {self.after}")
 
 
+def schedule(changes: dict[str, object]) -> Schedule:
+    """The default schedule with some values replaced; ValueError names an unknown part or a value of the wrong type."""
+    default = asdict(Schedule())
+    for name, value in changes.items():
+        if name not in default:
+            raise ValueError(f"{name!r} is no part of a schedule; its parts are {', '.join(default)}")
+        number = (int,) if name in ("cap", "every", "batch", "warmup", "length", "layers", "after") else (int, float)
+        if isinstance(value, bool) or not (isinstance(value, number) or (name == "after" and value is None)):
+            raise ValueError(f"{name} must be a {'whole number' if number == (int,) else 'number'}{' or None' * (name == 'after')}, got {value!r}")
+    return Schedule(**default | changes)
+
+
 def run_folder(root, arm: str, seed: int) -> Path:
     return Path(root) / "toys" / f"{arm.replace(' ', '-')}-{seed}"
 
