@@ -429,3 +429,52 @@ Transformer(Config(layers=1)).save(sys.argv[1])
 def test_configuration_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().layers = 3
+
+
+# ---- planes that do not turn ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change, still", [({"planes": "fastest"}, slice(4, 16)), ({"planes": "slowest"}, slice(0, 12)), ({"nope_from": 1}, slice(0, 16))])
+def test_planes_that_do_not_turn_see_no_distance(change, still):
+    """Against rotation matrices written out: in the second layer the still planes contribute the plain dot product, the others the turned one."""
+    torch.manual_seed(0)
+    model = built(heads=1, width=32, layers=2, **change)
+    attention = model.blocks[1].attention
+    x = torch.randn(1, 9, 32)
+    q, k, _ = attention.qkv(x).view(9, 3, 16, 2).double().unbind(1)  # [position, pair, 2]
+    angles = torch.tensor([10_000 ** (-i / 16) for i in range(16)], dtype=torch.float64)
+    angles[still] = 0
+    for i in range(9):
+        for j in range(i + 1):
+            phase = (i - j) * angles
+            turned = torch.stack((q[i, :, 0] * phase.cos() - q[i, :, 1] * phase.sin(), q[i, :, 0] * phase.sin() + q[i, :, 1] * phase.cos()), -1)
+            wanted = (turned * k[j]).sum() / 32**0.5
+            assert abs(wanted - attention.logits(x)[0, 0, i, j]) < 1e-4
+
+
+def test_without_positions_anywhere_it_is_the_model_of_positions_none():
+    model = built(heads=1, nope_from=0)
+    other = built(heads=1, positions="none")
+    other.load_state_dict(model.state_dict())
+    tokens = ids(model, 3, 20)
+    torch.testing.assert_close(model(tokens), other(tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_layers_below_nope_from_are_as_before_and_files_keep_the_setting(tmp_path):
+    model, usual = built(heads=1, nope_from=1), built(heads=1)
+    usual.load_state_dict(model.state_dict())
+    tokens = ids(model, 2, 12)
+    assert torch.equal(model.layer_inputs(tokens)[1], usual.layer_inputs(tokens)[1]) and not torch.equal(model(tokens), usual(tokens))
+    model.save(tmp_path / "m")
+    assert Transformer.load(tmp_path / "m").config.nope_from == 1 and torch.equal(Transformer.load(tmp_path / "m")(tokens), model(tokens))
+    with pytest.raises(ValueError, match="GPT-J needs nope_from = None, got 1"):
+        model.to_hugging_face()
+
+
+@pytest.mark.parametrize("bad, message", [
+    ({"planes": "some"}, "planes must be one of"), ({"nope_from": 13}, "between 0 and 12, the number of layers, got 13"),
+    ({"nope_from": -1}, "between 0 and 12"), ({"positions": "none", "planes": "fastest"}, "got positions = 'none'"),
+])  # fmt: skip
+def test_bad_plane_settings_are_named(bad, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**bad)

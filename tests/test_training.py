@@ -1,5 +1,6 @@
 """Training: the same run twice, killed in the middle, its learning rate against Hugging Face's, refusals."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,8 @@ import torch
 from rope_heads import artefacts
 from rope_heads.model import Config, Transformer
 from rope_heads.tasks import LETTER, NUMBER, Batch
-from rope_heads.training import RECIPES, Recipe, Run, accuracy_by_hops, batch_rows, changed, first_of_each, one_process, parameter_groups, train_side_by_side
+from rope_heads.training import (RECIPES, Recipe, Run, accuracy_by_hops, batch_rows, changed, configured, first_of_each, one_process,
+                                 parameter_groups, train_side_by_side)  # fmt: skip
 
 TINY = {"layers": 2, "width": 32, "mlp": 64}
 SHORT = Recipe(name="short", steps=30, batch=16, lr=1e-3, warmup=5)
@@ -282,3 +284,83 @@ def test_side_by_side_names_what_failed(tmp_path):
     blocked.write_text("a file where a folder should be")
     with pytest.raises(RuntimeError, match="number fast 0 ended with"):
         train_side_by_side([("number", "fast", 0)], blocked, report=lambda line: None)
+
+
+# ---- what came after the first runs ------------------------------------------------------------------------------------------------
+
+BEFORE = json.loads("""{"task": "number", "seed": 0,
+ "recipe": {"name": "fast", "steps": 2500, "batch": 64, "lr": 0.001, "warmup": 200, "beta1": 0.95, "beta2": 0.999, "weight_decay": 0.0001,
+            "dropout": 0.0, "clip": 0.0, "precision": "fp32"},
+ "config": {"vocab_size": 137, "layers": 12, "heads": 1, "width": 128, "d_head": 128, "mlp": 512, "positions": "rope", "rotary_dim": 128,
+            "base": 10000.0, "pairing": "adjacent", "context": null, "bias": false, "dropout": 0.0, "norm_eps": 1e-05, "init_std": 0.02}}""")
+
+
+def test_runs_made_before_the_interventions_existed_keep_their_identity(tmp_path):
+    """A run.json of that time, and a checkpoint that stores the same text, must be taken for what they are."""
+    run = Run("number", RECIPES["fast"], 0, tmp_path)
+    assert json.dumps(run.identity) == json.dumps(BEFORE)
+    assert Config(**BEFORE["config"]) == run.config
+
+
+def test_an_intervention_has_an_identity_and_a_folder_name_of_its_own(tmp_path):
+    recipe, config = configured(RECIPES["fast"], {"nope_from": 4, "steps": 100, "planes": "slowest"})
+    assert recipe.name == "fast,steps=100,nope_from=4,planes=slowest" and recipe.steps == 100 and config == {"nope_from": 4, "planes": "slowest"}
+    identity = Run("number", recipe, 0, tmp_path, config=config).identity
+    assert identity["config"] == {**BEFORE["config"], "nope_from": 4, "planes": "slowest"}
+    identity = Run("number", configured(RECIPES["fast"], {"long_share": 0.05})[0], 0, tmp_path).identity
+    assert identity["recipe"] == {**BEFORE["recipe"], "name": "fast,long_share=0.05", "long_share": 0.05}
+    assert configured(SHORT, {}) == (SHORT, {})
+
+
+def test_model_settings_of_a_wrong_kind_are_named():
+    for bad in ({"nope_from": "four"}, {"nope_from": 4.0}, {"planes": 16}, {"layers": True}, {"base": "big"}):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))} must be of type"):
+            configured(SHORT, bad)
+    with pytest.raises(ValueError, match="'vocab_size' is no part of a recipe"):
+        configured(SHORT, {"vocab_size": 5})
+
+
+def test_long_sequences_take_the_place_of_their_share_and_end_like_others(tmp_path):
+    run = Run("letter", changed(SHORT, {"long_share": 0.05, "batch": 64}), 0, tmp_path, config=TINY)
+    tokens, answers = (torch.from_numpy(a) for a in LETTER.sample(64, None, np.random.default_rng(0))[:2])
+    counts, lengths = [], []
+    for run.step in range(400):
+        (kept, kept_answers), *long = run._lengthened(tokens, answers)
+        assert len(kept) + sum(len(part) for part, _ in long) == 64
+        for part, answer in long:
+            assert LETTER.solve(part.numpy()).tolist() == answer.tolist()
+            lengths.append(part.shape[1] - 17)
+        counts.append(64 - len(kept))
+        there = [i for i in range(64) if any(torch.equal(tokens[i], row) for row in kept)] if run.step < 5 else None
+        assert there is None or torch.equal(tokens[there], kept) and torch.equal(answers[there], kept_answers)
+    assert np.mean(counts) == pytest.approx(0.05 * 64, abs=4 * np.sqrt(64 * 0.05 * 0.95 / 400))
+    assert min(lengths) == 1 and max(lengths) == 51 and len(set(lengths)) > 45
+    again = run._lengthened(tokens, answers)
+    assert all(torch.equal(a, b) for x, y in zip(again, run._lengthened(tokens, answers)) for a, b in zip(x, y)), "a function of seed and step"
+
+
+def test_the_gradient_over_two_lengths_is_that_of_each_sequence_alone(tmp_path):
+    run = Run("number", changed(SHORT, {"long_share": 0.3, "dropout": 0.0}), 0, tmp_path, config=TINY)
+    model = Transformer(run.config).train()
+    tokens, answers = (torch.from_numpy(a) for a in NUMBER.sample(16, None, np.random.default_rng(0))[:2])
+    run.step = next(step for step in range(100) if setattr(run, "step", step) or len(run._lengthened(tokens, answers)) == 2)
+    for part, right in run._lengthened(tokens, answers):
+        for row, answer in zip(part, right):
+            (torch.nn.functional.cross_entropy(model(row[None])[:, -1], answer[None]) / 16).backward()
+    one_by_one = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    taken = {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.step = lambda: taken.update({name: p.grad.clone() for name, p in model.named_parameters()})
+    run._update(model, optimizer, tokens, answers)
+    for name, gradient in one_by_one.items():
+        torch.testing.assert_close(taken[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("more", [{"long_share": 0.3}, {"index_layers": 1}])
+def test_an_intervention_resumes_to_the_same_weights(tmp_path, monkeypatch, more):
+    recipe = changed(SHORT, more)
+    whole = weights(start(tmp_path / "whole", recipe=recipe).train())
+    interrupted(tmp_path / "stopped", monkeypatch, recipe=recipe)
+    assert torch.equal(weights(start(tmp_path / "stopped", recipe=recipe).train()), whole)
+    assert not torch.equal(whole, weights(start(tmp_path / "plain").train()))

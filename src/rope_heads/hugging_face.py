@@ -23,7 +23,7 @@ def to_gptj(model: Transformer, n_positions: int):
     from transformers import GPTJConfig, GPTJForCausalLM
 
     c = model.config
-    wanted = {"positions": "rope", "pairing": "adjacent", "bias": False, "base": 10_000.0, "d_head": c.width // c.heads}
+    wanted = {"positions": "rope", "pairing": "adjacent", "bias": False, "base": 10_000.0, "d_head": c.width // c.heads, "nope_from": None, "planes": "all"}
     for name, value in wanted.items():
         if getattr(c, name) != value:
             raise ValueError(f"GPT-J needs {name} = {value!r}, got {getattr(c, name)!r}")
@@ -31,7 +31,7 @@ def to_gptj(model: Transformer, n_positions: int):
         raise ValueError("GPT-J has an MLP in every block, got mlp = 0")
     theirs = GPTJForCausalLM(GPTJConfig(
         vocab_size=c.vocab_size, n_positions=n_positions, n_embd=c.width, n_layer=c.layers, n_head=c.heads, rotary_dim=c.rotary_dim,
-        n_inner=c.mlp, activation_function="gelu", resid_pdrop=c.dropout, embd_pdrop=c.dropout, attn_pdrop=c.dropout,
+        n_inner=c.mlp, activation_function="gelu", resid_pdrop=c.dropout, embd_pdrop=c.dropout * c.drop_embeddings, attn_pdrop=c.dropout,
         layer_norm_epsilon=c.norm_eps, initializer_range=c.init_std, tie_word_embeddings=False, use_cache=False,
         bos_token_id=None, eos_token_id=None, attn_implementation="eager"))  # fmt: skip
     state = model.state_dict()

@@ -20,6 +20,8 @@ from rope_heads import artefacts
 from rope_heads.rope import PAIRINGS, plane_angles, rotary_tables, rotate
 
 POSITIONS = ("rope", "learned", "alibi", "none")
+PLANES = ("all", "fastest", "slowest")
+LATER = {"later": True}  # metadata of settings that came after the first runs, see `as_dict`
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Config:
     dropout: float = 0.1  # on embeddings, attention and residuals
     norm_eps: float = 1e-5
     init_std: float = 0.02
+    nope_from: int | None = dataclasses.field(default=None, metadata=LATER)  # layers from this one up (0 first) encode no position
+    drop_embeddings: bool = dataclasses.field(default=True, metadata=LATER)  # whether dropout falls on embeddings too
+    planes: str = dataclasses.field(default="all", metadata=LATER)  # rotary planes that turn: all, or the "fastest" or "slowest" quarter
 
     def __post_init__(self):
         for name, least in {"vocab_size": 1, "layers": 1, "heads": 1, "width": 1, "d_head": 1, "mlp": 0, "context": 1}.items():
@@ -59,6 +64,31 @@ class Config:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.positions == "learned" and not self.context:
             raise ValueError("learned positions need context, the longest input: pass Config(context=...)")
+        if self.planes not in PLANES:
+            raise ValueError(f"planes must be one of {PLANES}, got {self.planes!r}")
+        if self.nope_from is not None and not 0 <= self.nope_from <= self.layers:
+            raise ValueError(f"nope_from must be between 0 and {self.layers}, the number of layers, got {self.nope_from}")
+        if self.positions != "rope" and (self.planes != "all" or self.nope_from is not None):
+            raise ValueError(f"planes and nope_from change rotary positions, got positions = {self.positions!r}")
+
+    def layer_angles(self, layer: int) -> Float[Tensor, "pair"] | None:
+        """Angles of one layer's planes, 0 where a plane does not turn, so that plane ids stay what they are; None for the usual ones."""
+        off = self.nope_from is not None and layer >= self.nope_from
+        if self.positions != "rope" or not (off or self.planes != "all"):
+            return None
+        angles = plane_angles(self.rotary_dim // 2, self.base)
+        quarter = len(angles) // 4
+        still = {"all": slice(0), "fastest": slice(quarter, None), "slowest": slice(len(angles) - quarter)}[self.planes]
+        angles[slice(None) if off else still] = 0
+        return angles
+
+
+def as_dict(settings) -> dict:
+    """A configuration or recipe as plain values. Parts that came later are left out at their default, so that a run's identity stays what
+    it was before they existed."""
+    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    return {field.name: values[field.name] for field in dataclasses.fields(settings)
+            if not (field.metadata.get("later") and values[field.name] == field.default)}  # fmt: skip
 
 
 class Dropout(nn.Module):
@@ -182,7 +212,8 @@ class Attention(nn.Module):
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "batch query head d_head"]:
         """Softmax-weighted mean of the values. Long inputs go through the fused kernel, which keeps no query x key matrix."""
         queries, keys = q.shape[1], k.shape[1]
-        if self.training or keys <= 64:
+        drops = self.training and getattr(self.dropout, "p", 0) > 0  # the fused kernel would draw masks of its own
+        if drops or keys <= 64:
             # in fp32 whatever the autocast: at 17 tokens the product is cheap, and logits near 75 lose their differences in bf16
             with torch.autocast(q.device.type, enabled=False):
                 q, k, v = (t.transpose(1, 2).to(torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v))  # [batch, head, position, d_head]
@@ -197,11 +228,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """GPT-J's parallel block, y = x + attention(norm x) + mlp(norm x); with mlp = 0 the attention-only block of the toy models."""
 
-    def __init__(self, c: Config, dropout: Dropout):
+    def __init__(self, c: Config, dropout: Dropout, layer: int):
         super().__init__()
         self.norm = nn.LayerNorm(c.width, c.norm_eps)
         self.attention = Attention(c.width, c.heads, c.d_head, positions=c.positions, rotary_dim=c.rotary_dim, base=c.base,
-                                   pairing=c.pairing, bias=c.bias, dropout=dropout)  # fmt: skip
+                                   angles=c.layer_angles(layer), pairing=c.pairing, bias=c.bias, dropout=dropout)  # fmt: skip
         self.mlp = nn.Sequential(nn.Linear(c.width, c.mlp), nn.GELU(), nn.Linear(c.mlp, c.width)) if c.mlp else None
         self.dropout = dropout
 
@@ -222,7 +253,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(c.vocab_size, c.width)
         self.position_embedding = nn.Embedding(c.context, c.width) if c.positions == "learned" else None
         self.dropout = Dropout(c.dropout)  # one for all blocks, so that one call seeds every mask
-        self.blocks = nn.ModuleList(Block(c, self.dropout) for _ in range(c.layers))
+        self.blocks = nn.ModuleList(Block(c, self.dropout, layer) for layer in range(c.layers))
         self.norm = nn.LayerNorm(c.width, c.norm_eps)
         self.unembedding = nn.Linear(c.width, c.vocab_size)
         for module in self.modules():
@@ -237,7 +268,7 @@ class Transformer(nn.Module):
             if tokens.shape[1] > self.config.context:
                 raise ValueError(f"learned positions end at {self.config.context} tokens, got an input of {tokens.shape[1]}")
             x = x + self.position_embedding.weight[: tokens.shape[1]]
-        return self.dropout(x)
+        return self.dropout(x) if self.config.drop_embeddings else x
 
     def forward(self, tokens: Int[Tensor, "batch position"], last: bool = False) -> Float[Tensor, "batch query vocab"]:
         """Logits at every position; with `last` at the query alone, [batch, 1, id]: the last block then works on one row."""
@@ -262,7 +293,7 @@ class Transformer(nn.Module):
 
     def save(self, path: str | os.PathLike) -> None:
         """Write weights and configuration as safetensors, atomically, with a checksum that `load` verifies."""
-        artefacts.write_tensors(path, self.state_dict(), {"config": json.dumps(dataclasses.asdict(self.config))})
+        artefacts.write_tensors(path, self.state_dict(), {"config": json.dumps(as_dict(self.config))})
 
     @staticmethod
     def load(path: str | os.PathLike) -> "Transformer":

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from rope_heads import artefacts
-from rope_heads.model import Config, Transformer
+from rope_heads.index_start import start_as_index
+from rope_heads.model import LATER, Config, Transformer, as_dict
 from rope_heads.tasks import TASKS, Batch
 
 
@@ -44,15 +46,19 @@ class Recipe:
     dropout: float = 0.1  # on embeddings, attention and residuals
     clip: float = 0.0  # largest gradient norm; 0 = no limit
     precision: str = "fp32"  # or "bf16": autocast, worth it only where the processor multiplies bf16 faster
+    # what the paper does not do (chapter length_generalization)
+    long_share: float = dataclasses.field(default=0.0, metadata=LATER)  # share of sequences that get a prefix in training
+    long_added: int = dataclasses.field(default=51, metadata=LATER)  # longest such prefix
+    index_layers: int = dataclasses.field(default=0, metadata=LATER)  # layers whose W_Q and W_K start as Index heads
 
     def __post_init__(self):
-        for name in ("steps", "batch"):
+        for name in ("steps", "batch", "long_added"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("lr", "warmup", "clip", "weight_decay"):
+        for name in ("lr", "warmup", "clip", "weight_decay", "index_layers"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")
-        for name in ("beta1", "beta2", "dropout"):
+        for name in ("beta1", "beta2", "dropout", "long_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if self.precision not in ("fp32", "bf16"):
@@ -64,6 +70,7 @@ class Recipe:
         return self.lr * min(up, (self.steps - step) / max(1, self.steps - self.warmup))
 
 
+PREFIX_STREAM = 51  # keeps the random numbers of prefixes apart from those of order and dropout
 RECIPES = {
     "paper": Recipe(),
     "fast": Recipe(name="fast", steps=2_500, lr=1e-3, warmup=200, dropout=0.0),  # minutes instead of half an hour; Letter can end short of .99
@@ -117,7 +124,7 @@ class Run:
             raise ValueError(f"until must be in (0, 1], got {until}")
         self.measure, self.report, self.until = measure, report, until
         self.config = Config(**{"vocab_size": self.task.vocabulary_size, "dropout": recipe.dropout, **(config or {})})
-        self.identity = {"task": task, "seed": seed, "recipe": dataclasses.asdict(recipe), "config": dataclasses.asdict(self.config)}
+        self.identity = {"task": task, "seed": seed, "recipe": as_dict(recipe), "config": as_dict(self.config)}
         self.log: list[dict] = []
         self.measures: list[dict] = []
         self.step, self.seconds = 0, 0.0
@@ -153,7 +160,10 @@ class Run:
 
     def _train(self) -> Transformer:
         torch.manual_seed(self.seed)
-        model = Transformer(self.config).to(self.device).train()
+        model = Transformer(self.config)
+        if self.recipe.index_layers:
+            start_as_index(model, self.task, self.recipe.index_layers, self.seed)
+        model = model.to(self.device).train()
         optimizer = torch.optim.AdamW(parameter_groups(model, self.recipe.weight_decay), lr=self.recipe.lr,
                                       betas=(self.recipe.beta1, self.recipe.beta2), fused=True)  # fmt: skip
         if self.checkpoint.exists():
@@ -191,7 +201,9 @@ class Run:
             group["lr"] = self.recipe.rate(self.step)
         model.dropout.reseed(self.seed, self.step)
         with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
-            logits = model(tokens, last=True)[:, 0]  # [batch, id]
+            parts = self._lengthened(tokens, answers)
+            logits = torch.cat([model(part, last=True)[:, 0] for part, _ in parts])  # [batch, id]
+        answers = torch.cat([part for _, part in parts])
         loss = F.cross_entropy(logits.float(), answers)
         loss.backward()
         if self.recipe.clip:
@@ -199,6 +211,19 @@ class Run:
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
+
+    def _lengthened(self, tokens: torch.Tensor, answers: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The batch, or what is left of it and new sequences in place of a share `long_share`, with one prefix length for all of these."""
+        if not self.recipe.long_share:
+            return [(tokens, answers)]
+        rng = np.random.default_rng([self.seed, self.step, PREFIX_STREAM])
+        chosen = torch.from_numpy(rng.random(len(tokens)) < self.recipe.long_share)
+        if not chosen.any():
+            return [(tokens, answers)]
+        new = self.task.sample(int(chosen.sum()), None, rng, prefix=int(rng.integers(1, self.recipe.long_added + 1)))
+        chosen = chosen.to(tokens.device)
+        long = tuple(torch.from_numpy(column).to(tokens.device) for column in new[:2])
+        return [long] if chosen.all() else [(tokens[~chosen], answers[~chosen]), long]
 
     def _observe(self, model: Transformer, tests: Batch, loss: float) -> None:
         accuracy = accuracy_by_hops(model, tests)
@@ -298,6 +323,17 @@ def one_process(folder: Path):
         for left_over in [*folder.glob(".*.tmp"), *folder.glob(".tmp*")]:  # of a process that was killed while it wrote
             left_over.unlink(missing_ok=True)
         yield
+
+
+def configured(recipe: Recipe, changes: dict[str, object]) -> tuple[Recipe, dict]:
+    """Recipe and changes to `Config` from changes to either; the recipe's name says all of them."""
+    kinds = {f.name: next(t for t in typing.get_args(f.type) or (f.type,) if t is not type(None)) for f in dataclasses.fields(Config)}
+    model = {name: value for name, value in changes.items() if name in kinds and name not in ("vocab_size", "dropout")}
+    for name, value in model.items():
+        if type(value) is not kinds[name] and not (kinds[name] is float and type(value) is int):
+            raise ValueError(f"{name} must be of type {kinds[name].__name__}, got {value!r}")
+    recipe = changed(recipe, {name: value for name, value in changes.items() if name not in model})
+    return dataclasses.replace(recipe, name=",".join([recipe.name, *(f"{k}={v}" for k, v in sorted(model.items()))])), model
 
 
 def changed(recipe: Recipe, changes: dict[str, object]) -> Recipe:
