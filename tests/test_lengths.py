@@ -1,0 +1,253 @@
+"""Long inputs: one pass for all lengths against each input alone, against Hugging Face, against logits written out; counting, resuming, refusals."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from models import built, ids
+from scipy import stats
+
+from rope_heads import artefacts, lengths
+from rope_heads.lengths import CHANGES, EIGHT, GRID, Setting, changed, read, right_answers, sequences, settings, wilson
+from rope_heads.model import Config, Transformer
+from rope_heads.tasks import LETTER, LETTER_PROPER, NUMBER, TASKS
+from rope_heads.training import Recipe, Run
+
+ADDED = [0, 1, 5, 70, 130]  # on both sides of 64 keys, where the attention changes kernel
+
+
+def inputs(model, prompts=3, longest=130):
+    return ids(model, prompts, longest), ids(model, prompts, 17)
+
+
+@pytest.mark.parametrize("config", [{}, {"positions": "none"}, {"rotary_dim": 4}, {"pairing": "half"}, {"layers": 1}, {"mlp": 0}, {"bias": True},
+                                    {"planes": "slowest", "nope_from": 1}])  # fmt: skip
+def test_one_pass_equals_each_input_alone(config):
+    model = built(**config)
+    prefix, core = inputs(model)
+    with torch.inference_mode():
+        together = read(model, prefix, core, ADDED)
+        for i, k in enumerate(ADDED):
+            alone = model(torch.cat((prefix[:, :k], core), 1))[:, -1]
+            torch.testing.assert_close(together[:, i], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_it_equals_hugging_face():
+    model = built(heads=1, width=32, layers=3)
+    theirs = model.to_hugging_face(n_positions=200)
+    prefix, core = inputs(model)
+    with torch.inference_mode():
+        together = read(model, prefix, core, ADDED)
+        for i, k in enumerate(ADDED):
+            wanted = theirs(input_ids=torch.cat((prefix[:, :k], core), 1)).logits[:, -1]
+            torch.testing.assert_close(together[:, i], wanted, atol=1e-4, rtol=1e-4)
+
+
+def plainly(model, tokens, factor=lambda n: 1.0, stretch=1.0) -> torch.Tensor:
+    """Logits after the query in float64, attention row by row: positions times `stretch`, logits of a query that sees n tokens times `factor`(n)."""
+    model = model.double()
+    x = model.embedding(tokens)
+    length = tokens.shape[1]
+    for block in model.blocks:
+        a, h = block.attention, block.norm(x)
+        q, k, v = a.qkv(h).unflatten(-1, (3, a.heads, a.d_head)).unbind(2)  # [prompt, position, head, d_head]
+        z = [torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) for t in (q, k)]
+        out = torch.zeros_like(v)
+        for i in range(length):
+            phase = torch.exp(1j * torch.outer(stretch * (i - torch.arange(i + 1.0, dtype=torch.float64)), a.angles))  # [key, pair]
+            logits = torch.einsum("bhp,bkhp,kp->bhk", z[0][:, i], z[1][:, : i + 1].conj(), phase).real * a.scale * factor(i + 1)
+            out[:, i] = torch.einsum("bhk,bkhd->bhd", logits.softmax(-1), v[:, : i + 1])
+        x = x + a.out(out.flatten(-2)) + block.mlp(h)
+    logits = model.unembedding(model.norm(x[:, -1]))
+    model.float()
+    return logits.float()
+
+
+def test_sharper_multiplies_the_logits_of_every_query_by_what_it_sees():
+    model = built()
+    prefix, core = inputs(model, longest=70)
+    with torch.inference_mode():
+        together = read(model, prefix, core, [0, 3, 70], sharper=True)
+        for i, k in enumerate([0, 3, 70]):
+            wanted = plainly(model, torch.cat((prefix[:, :k], core), 1), lambda n: max(1.0, math.log(n) / math.log(17)))
+            torch.testing.assert_close(together[:, i], wanted, atol=1e-3, rtol=1e-3)
+        assert torch.allclose(together[:, 0], read(model, prefix, core, [0])[:, 0], atol=1e-5), "nothing changes at training length"
+        assert not torch.allclose(together[:, 2], read(model, prefix, core, [70])[:, 0], atol=1e-2)
+
+
+def test_interpolated_positions_stay_within_the_training_range():
+    model = built()
+    prefix, core = inputs(model, longest=70)
+    before = [block.attention.angles.clone() for block in model.blocks]
+    with torch.inference_mode():
+        for k in (0, 70):
+            found = read(changed(model, "interpolated", k), prefix[:, :k], core, [k])[:, 0]
+            wanted = plainly(model, torch.cat((prefix[:, :k], core), 1), stretch=16 / (16 + k))
+            torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+    assert all(torch.equal(a, block.attention.angles) for a, block in zip(before, model.blocks)), "the model itself is as it was"
+
+
+def test_planes_switched_off_add_nothing_to_any_logit():
+    model = built(heads=1, width=128, layers=2)
+    for change, off in (("no fast planes", range(8)), ("no slow planes", range(32, 64))):
+        now = changed(model, change)
+        x = torch.randn(2, 9, 128)
+        for block, other in zip(now.blocks, model.blocks):
+            q, k, _ = (t[:, :, 0].unflatten(-1, (64, 2)) for t in other.attention.project(x, 9))
+            keep = [plane for plane in range(64) if plane not in off]
+            wanted = torch.einsum("bqpc,bkpc->bqk", q[:, :, keep], k[:, :, keep]) / 128**0.5
+            causal = torch.ones(9, 9).tril().bool()
+            torch.testing.assert_close(block.attention.logits(x)[:, 0][:, causal], wanted[:, causal], atol=1e-4, rtol=1e-4)
+
+
+def test_half_is_what_half_precision_keeps():
+    model = built()
+    now = changed(model, "half")
+    for a, b in zip(model.parameters(), now.parameters()):
+        assert torch.equal(b, a.half().float())
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), now.parameters()))
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=str)
+@pytest.mark.parametrize("kind", ["own", "uniform", "repeat"])
+def test_every_length_of_a_block_is_a_sequence_of_the_task(task, kind):
+    drawn = sequences(task, 3, 7, kind)
+    assert drawn.prefix.shape == (20, 1_000) and drawn.core.tokens.shape == (20, 17) and np.bincount(drawn.core.hops).tolist() == [0, 5, 5, 5, 5]
+    for k in (0, 1, 40, 1_000):
+        assert task.solve(np.hstack([drawn.prefix[:, :k], drawn.core.tokens])).tolist() == drawn.core.answers.tolist()
+    assert np.array_equal(drawn.core.tokens, sequences(task, 3, 7).core.tokens), "the task's tokens do not depend on what is added"
+    assert not np.array_equal(drawn.core.tokens, sequences(task, 4, 7).core.tokens) and not np.array_equal(drawn.core.tokens, sequences(task, 3, 8).core.tokens)
+
+
+def test_the_grid_is_the_papers_and_the_short_one_is_part_of_it():
+    from rope_heads.papers import published_length
+
+    assert list(GRID) == published_length("number").added.tolist() and set(EIGHT) <= set(GRID) and len(EIGHT) == 8
+    assert sequences(NUMBER, 0, 0).prefix.shape == (20, 5_000)
+    assert [s.inputs for s in settings(LETTER, "readings")] == ["letter_proper"] and settings(NUMBER, "readings") == []
+    assert {s.change for s in settings(NUMBER, "changes")} == set(CHANGES) - {"none"}
+
+
+@pytest.mark.parametrize("change", ["none", "interpolated", "no fast planes"])
+def test_right_answers_are_those_of_the_model_on_each_input(change, monkeypatch):
+    """Three prompts a pass, and answers that are right in about half of the cases."""
+    monkeypatch.setattr(lengths, "prompts_at_once", lambda added: 3)
+    model = built(vocab_size=NUMBER.vocabulary_size, heads=1, width=128)
+    drawn = sequences(NUMBER, 0, 7)
+    added = [0, 30, 90]
+    said = np.stack([changed(model, change, k)(torch.from_numpy(np.hstack([drawn.prefix[:, :k], drawn.core.tokens])))[:, -1].argmax(-1).numpy() for k in added])
+    answers = np.where(np.arange(20) % 2 == 0, said[1], drawn.core.answers)
+    found = right_answers(model, drawn._replace(core=drawn.core._replace(answers=answers)), added, change)
+    assert np.array_equal(found, said == answers) and 0 < found.mean() < 1
+
+
+def test_wilson_is_scipys():
+    for right, tests in ((0, 25), (1, 25), (99, 100), (100, 100), (37, 100)):
+        wanted = stats.binomtest(right, tests).proportion_ci(0.95, "wilson")
+        low, high = wilson(right, tests)
+        assert (low, high) == (pytest.approx(wanted.low), pytest.approx(wanted.high))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run with a tiny model on the Number task."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny" / "number-0"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(NUMBER), "split", lambda self, name, seed: self.sample(400, None, np.random.default_rng([seed, len(name)])))
+        Run("number", Recipe(name="tiny", steps=10, batch=8, warmup=2), 0, folder, config={"layers": 2, "width": 16, "mlp": 16}, report=lambda line: None).train()
+    return folder
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """A grid of a few short lengths, and blocks of 4 sequences, so that a run takes a second."""
+    for name, value in {"GRID": (0, 4, 30, 60), "EIGHT": (0, 4, 30), "BLOCK": 1, "BLOCKS": 4, "FAR_BLOCKS": 2, "NEAR": 30, "FAST": range(1, 3), "SLOW": range(5, 9)}.items():
+        monkeypatch.setattr(lengths, name, value)
+
+
+def copied(run, tmp_path):
+    import shutil
+
+    return shutil.copytree(run, tmp_path / "number-0")
+
+
+def test_the_table_counts_what_the_model_says(run, few, tmp_path):
+    folder = copied(run, tmp_path)
+    assert lengths.measure_run(folder, report=lambda line: None) == 16
+    table, origin = artefacts.read_parquet(folder / "lengths.parquet")
+    assert table.groupby("added").tests.first().to_dict() == {0: 4, 4: 4, 30: 4, 60: 2} and origin["command"].endswith("number-0 --what main")
+    model = Transformer.load(folder / "model.safetensors")
+    for k, blocks in ((4, 4), (60, 2)):
+        right = np.zeros(4, int)
+        for block in range(blocks):
+            drawn = sequences(NUMBER, 0, block)
+            said = model(torch.from_numpy(np.hstack([drawn.prefix[:, :k], drawn.core.tokens])))[:, -1].argmax(-1).numpy()
+            right += [((said == drawn.core.answers) & (drawn.core.hops == h)).sum() for h in (1, 2, 3, 4)]
+        rows = table[table.added == k]
+        assert rows.right.tolist() == right.tolist() and np.allclose(rows.accuracy, right / blocks)
+        assert ((rows.low <= rows.accuracy) & (rows.accuracy <= rows.high)).all()
+    assert (folder / "gaps.parquet").exists() and not (folder / "lengths.part.npz").exists()
+
+
+def test_interrupted_it_goes_on_to_the_same_tables(run, few, tmp_path, monkeypatch):
+    whole, stopped = copied(run, tmp_path / "a"), copied(run, tmp_path / "b")
+    lengths.measure_run(whole, report=lambda line: None)
+    calls, original = [], lengths.right_answers
+
+    def breaks(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(lengths, "right_answers", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        lengths.measure_run(stopped, report=lambda line: None)
+    said = []
+    lengths.measure_run(stopped, report=said.append)
+    assert "goes on after block 2 of 4" in said and len(calls) == 5, "two blocks before, one broken off, two after"
+    for name in ("lengths", "gaps"):
+        a, b = (artefacts.read_parquet(folder / f"{name}.parquet")[0] for folder in (whole, stopped))
+        pd.testing.assert_frame_equal(a, b)
+    lengths.measure_run(stopped, report=said.append)
+    assert len(calls) == 5, "what stands in the table is not measured again"
+
+
+def test_more_settings_join_the_table_and_other_weights_empty_it(run, few, tmp_path):
+    folder = copied(run, tmp_path)
+    lengths.measure_run(folder, ["main", "changes", "kinds"], report=lambda line: None)
+    table = artefacts.read_parquet(folder / "lengths.parquet")[0]
+    assert set(table.change) == set(CHANGES) and set(table.kind) == {"own", "uniform", "repeat"} and not table.duplicated(["inputs", "kind", "change", "added", "hops"]).any()
+    other = Transformer(Config(vocab_size=NUMBER.vocabulary_size, layers=2, width=16, mlp=16)).eval()
+    other.save(folder / "model.safetensors")
+    assert lengths.measure_run(folder, ["short"], report=lambda line: None) == 12
+    assert lengths.measure_run(folder, [], added=[60, 2, 0], report=lambda line: None) == 20
+
+
+def test_a_length_beyond_memory_is_named_before_anything_is_allocated(run, tmp_path):
+    folder = copied(run, tmp_path)
+    with pytest.raises(ValueError, match=r"100000000000 added tokens need about [\d.]+ GB, [\d.]+ GB are free"):
+        lengths.measure_run(folder, [], added=[100_000_000_000])
+    lengths.check_memory(Config(), 5_000, free=2**30)
+    with pytest.raises(ValueError, match="5000 added tokens need about"):
+        lengths.check_memory(Config(), 5_000, free=2**20)
+
+
+def test_bad_values_are_named(run, tmp_path):
+    with pytest.raises(ValueError, match="holds no finished run"):
+        lengths.measure_run(tmp_path)
+    with pytest.raises(ValueError, match="change must be one of none, .*, got 'nothing'"):
+        changed(built(), "nothing")
+    model = built()
+    with pytest.raises(ValueError, match="added must be between 0 and the prefix's 130 tokens, got 0 to 131"):
+        read(model, *inputs(model), [0, 131])
+    with pytest.raises(ValueError, match="got 'alibi'"):
+        read(built(positions="alibi"), *inputs(model), [0])
+
+
+def test_both_readings_of_letter_share_their_ids():
+    """A model of one reading can be measured on the other."""
+    assert LETTER.vocabulary == LETTER_PROPER.vocabulary
+    assert Setting("letter_proper", "own", "none", tuple(k for k in GRID if k <= 1_000)) in settings(LETTER, "readings")
