@@ -92,18 +92,18 @@ def train(arguments) -> int:
     import torch
 
     from rope_heads.tasks import TASKS
-    from rope_heads.training import RECIPES, Run, changed, run_folder
+    from rope_heads.training import RECIPES, Run, configured, run_folder
     from rope_heads.trajectory import Trajectory
 
     torch.set_num_threads(arguments.threads)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError("--device cuda: no CUDA device here; use --device cpu")
     try:
-        recipe = changed(RECIPES[arguments.recipe], dict(arguments.set))
+        recipe, config = configured(RECIPES[arguments.recipe], dict(arguments.set))
         folder = run_folder(arguments.runs, arguments.task, recipe.name, arguments.seed)
         measure = Trajectory(TASKS[arguments.task], arguments.seed, recipe.steps) if arguments.measure else None
-        run = Run(arguments.task, recipe, arguments.seed, folder, keep=arguments.keep, device=arguments.device, measure=measure, until=arguments.until,
-                  report=lambda line: print(line, flush=True))
+        run = Run(arguments.task, recipe, arguments.seed, folder, keep=arguments.keep, config=config, device=arguments.device, measure=measure,
+                  until=arguments.until, report=lambda line: print(line, flush=True))
         run.train()
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
@@ -139,6 +139,73 @@ def collect(arguments) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
     for table, number in rows.items():
         print(f"data/runs/{into}/{table}.parquet: {number} rows")
+    return 0
+
+
+def ask(arguments) -> int:
+    from pathlib import Path
+
+    import torch
+
+    from rope_heads import asking, language_models, one_hop
+
+    torch.set_num_threads(1)
+    price = language_models.Price(*arguments.price) if arguments.price else None
+    if arguments.max_cost is not None and price is None:
+        raise argparse.ArgumentTypeError("--max-cost needs --price IN OUT, the model's prices in US dollars a million tokens")
+    manner = asking.Manner(timeout=arguments.timeout, retries=arguments.retries, concurrency=arguments.concurrency, price=price,
+                           max_cost=arguments.max_cost, max_calls=arguments.max_calls)  # fmt: skip
+    try:
+        items = language_models.plan(arguments.task, arguments.setting, arguments.windows or one_hop.WINDOWS, arguments.data_sets)
+        outcome = asking.run(arguments.model, items, manner, lambda line: print(line, flush=True), yes=arguments.yes, base_url=arguments.base_url,
+                             path=language_models.file_of(arguments.model, Path(arguments.answers) if arguments.answers else None))  # fmt: skip
+    except (ImportError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    for line in asking.summary(outcome):
+        print(line)
+    return 1 if outcome.missing else 0
+
+
+def toy(arguments) -> int:
+    import torch
+
+    from rope_heads import induction_runs
+
+    torch.set_num_threads(arguments.threads)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("--device cuda: no CUDA device here; use --device cpu")
+    if arguments.collect == (arguments.arm is not None):
+        raise argparse.ArgumentTypeError("pass --arm to train a run, or --collect alone to join finished runs")
+    try:
+        if arguments.collect:
+            for table, number in induction_runs.collect(arguments.runs).items():
+                print(f"data/runs/toys/{table}.parquet: {number} rows")
+            return 0
+        folder = induction_runs.run_folder(arguments.runs, arguments.arm, arguments.seed)
+        run = induction_runs.ToyRun(arguments.arm, arguments.seed, folder, induction_runs.schedule(dict(arguments.set)), arguments.device,
+                                    report=lambda line: print(line, flush=True))  # fmt: skip
+        formed = run.train()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    print(f"{arguments.arm} seed {arguments.seed}: induction formed at step {formed:g}, {folder}")
+    return 0
+
+
+def fingerprint(arguments) -> int:
+    import torch
+
+    from rope_heads.fingerprint import TABLES, Measures
+
+    unknown = sorted(set(arguments.only) - set(TABLES))
+    if unknown:
+        raise argparse.ArgumentTypeError(f"--only: no table is called {', '.join(unknown)}; there are: {', '.join(TABLES)}")
+    torch.set_num_threads(arguments.threads)
+    try:
+        Measures(arguments.model, arguments.into, arguments.revision, report=lambda line: print(line, flush=True)).write(arguments.only)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    except ImportError as error:
+        raise argparse.ArgumentTypeError(f"{error}; install the package with its extra: pip install -e '.[heads]'") from None
     return 0
 
 
@@ -182,7 +249,8 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--recipe", default="fast", choices=("paper", "fast"), help="paper: the paper's values; fast (default): larger steps, in minutes")
     command.add_argument("--seed", type=whole, default=0, help="fixes initial weights, data, order and dropout (default 0)")
     command.add_argument("--set", metavar="NAME=VALUE", type=parameter, action="append", default=[],
-                         help="change one value of the recipe (steps, batch, lr, warmup, weight_decay, dropout, clip, precision, ...)")
+                         help="change one value of the recipe (steps, batch, lr, warmup, weight_decay, dropout, clip, precision, long_share, "
+                         "long_added, index_layers, ...) or of the model (layers, heads, nope_from, planes, ...)")
     command.add_argument("--keep", metavar="STEP", type=whole, nargs="*", default=[], help="also keep the weights after these steps")
     command.add_argument("--until", metavar="ACCURACY", type=positive, help="stop as soon as every hop count reaches this accuracy")
     command.add_argument("--measure", action="store_true", help="also write measures.parquet: scores of every head at every evaluation")
@@ -217,10 +285,62 @@ def build_parser() -> argparse.ArgumentParser:
     command.set_defaults(handler=collect)
 
     command = commands.add_parser(
+        "ask", help="put the one-hop tasks to a language model",
+        description="Asks a language model for the answers that are not there yet and writes them to data/runs/language_models/MODEL.jsonl, each as "
+        "soon as it comes. Shows the number of calls and tokens and asks before the first call. Models: any name of inspect-ai (openai/gpt-5.4, "
+        "anthropic/..., openai-api/NAME/MODEL), the key in the environment; smollm2, smollm2-http, smollm2-hf: a small model on this machine, free "
+        "of charge, about 45 minutes on one idle core for all windows, 2 minutes for the two shortest. Needs the extra llm.")
+    command.add_argument("--model", required=True, help="for example openai/gpt-5.4 or smollm2")
+    command.add_argument("--task", choices=("number", "letter"), nargs="+", default=("number", "letter"))
+    command.add_argument("--setting", choices=("plain", "near", "commas", "lines", "words", "front", "twice"), nargs="+", default=["plain"],
+                         help="plain (default): the paper's; the others are the controls of the chapter")
+    command.add_argument("--windows", metavar="WORDS", type=whole, nargs="+", help="window sizes (default: the paper's eleven)")
+    command.add_argument("--data-sets", metavar="N", type=count, default=5, help="data sets of 40 items a cell (default 5)")
+    command.add_argument("--price", metavar=("IN", "OUT"), type=positive, nargs=2, help="US dollars a million input and output tokens")
+    command.add_argument("--max-cost", metavar="DOLLARS", type=positive, help="make no call that could pass this; failed attempts count as paid")
+    command.add_argument("--max-calls", metavar="N", type=whole, help="make at most so many calls")
+    command.add_argument("--concurrency", metavar="N", type=count, default=8, help="calls at the same time (default 8)")
+    command.add_argument("--retries", metavar="N", type=whole, default=4, help="further attempts for an item (default 4)")
+    command.add_argument("--timeout", metavar="SECONDS", type=positive, default=60.0, help="longest time of an attempt (default 60)")
+    command.add_argument("--base-url", metavar="URL", help="address of an OpenAI-compatible server, for models openai-api/NAME/MODEL")
+    command.add_argument("--answers", metavar="DIR", help="folder of the answers (default data/runs/language_models)")
+    command.add_argument("--yes", action="store_true", help="do not ask before the first call")
+    command.set_defaults(handler=ask)
+
+    command = commands.add_parser(
+        "toy", help="train one toy model of induction, or join the finished ones",
+        description="Trains a two-layer attention-only model of one arm (position scheme and constraint) until 200 steps after induction has "
+        "formed, and writes RUNS/toys/ARM-SEED/: log.parquet (losses, gradient norms), heads.parquet (attention and spectra of every head every "
+        "20 steps), run.json; the same command goes on after an interruption. 10 to 30 minutes on one core. --collect joins the finished runs "
+        "into data/runs/toys/.")
+    command.add_argument("--arm", metavar="ARM", help='for example "RoPE free"; a wrong name lists them')
+    command.add_argument("--seed", type=whole, default=0, help="fixes initial weights and data (default 0)")
+    command.add_argument("--set", metavar="NAME=VALUE", type=parameter, action="append", default=[],
+                         help="change one value of the schedule (cap, after, every, batch, lr, warmup, weight_decay, clip, length, layers)")
+    command.add_argument("--collect", action="store_true", help="join finished runs into data/runs/toys/")
+    command.add_argument("--runs", metavar="DIR", default="runs", help="where runs are written (default runs/)")
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    command.add_argument("--threads", type=count, default=1)
+    command.set_defaults(handler=toy)
+
+    command = commands.add_parser(
+        "fingerprint", help="measure the heads of a published model",
+        description="Writes tables to data/runs/INTO: detectors, spectra with nulls, K-composition and, for rotary models, positional and "
+        "symbolic scores and the phase ablation of every head. For smollm2 about 10 minutes on an idle core without the phase ablation, "
+        "half an hour with it; what it has done lies in runs/INTO and is not done again. For whisper 2 minutes. "
+        "List the new tables with `rope-heads check-data --update`.")
+    command.add_argument("--model", required=True, help="smollm2 or whisper (installed with the package), a hub name, a folder or a GGUF file")
+    command.add_argument("--into", required=True, metavar="NAME", help="name of the folder under data/runs")
+    command.add_argument("--revision", help="revision of a model of the hub, such as step1000")
+    command.add_argument("--only", metavar="TABLE", nargs="+", default=[], help="default: all tables that the model can have")
+    command.add_argument("--threads", type=count, default=1)
+    command.set_defaults(handler=fingerprint)
+
+    command = commands.add_parser(
         "bench", help="measure speed, as ratios",
-        description="Prints sequences a second of each task and the speed of a training step against Hugging Face's GPT-J, measured in "
-        "turns in one process. Takes about a minute on an idle core; writes nothing.")
-    command.add_argument("--only", choices=("sequences", "training"), nargs="+", help="default: all")
+        description="Prints sequences a second of each task, the speed of a training step against Hugging Face's GPT-J, and that of head "
+        "spectra against whole matrices, measured in turns in one process. Takes about two minutes on an idle core; writes nothing.")
+    command.add_argument("--only", choices=("sequences", "training", "spectra"), nargs="+", help="default: all")
     command.add_argument("--threads", type=count, default=1)
     command.set_defaults(handler=bench)
     return parser

@@ -1,0 +1,233 @@
+"""Everything the book measures on the heads of a real model, as small tables in data/runs/<name>: `rope-heads fingerprint`.
+
+Each table is written on its own and names the command that makes it again. The long one, the phase ablation of every head, keeps its
+progress in a file of lines and goes on where it stopped.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import nn
+
+from rope_heads import artefacts, binding, ctranslate2, detectors, pretrained
+from rope_heads.phase_ablation import CONTROLS, PhaseAblation, random_change
+from rope_heads.pretrained import Heads
+from rope_heads.spectra import MEASURES, NULL_MEASURES, qk_spectrum, random_null, rope_parts, singular_values
+
+TABLES = {  # file -> what a row is
+    "detectors": "mean attention of a head on the detectors' keys, over repeated random tokens",
+    "spectra": "a head's spectral measures, with the mean and sd of its own null",
+    "composition": "how much one of the ten strongest induction heads reads of one earlier head",
+    "scores": "positional and symbolic score of a head, over binding prompts",
+    "planes": "the same for each rotary plane of a head taken alone",
+    "phase": "second-copy loss after the sine part of one head's logits is taken out",
+    "control": "the same after a random change of equal norm in that head",
+}
+ROTARY, SPOKEN = ("scores", "planes", "phase", "control"), ("scores", "planes")  # need RoPE; need a tokenizer of text
+LENGTH = 64  # of r
+STRONGEST = 5  # heads by phase effect and by previous-token attention that get controls
+
+
+class Measures:
+    """Loads a model once, on demand, and makes its tables. `into` names the folder under data/runs; progress lies in runs/<into>."""
+
+    def __init__(self, source: str, into: str, revision: str | None = None, *, sequences: int = 200, ablated: int = 16, draws: int = 300,
+                 prompts: int = 256, plane_prompts: int = 64, control_draws: int = 5, data: Path | None = None, progress: Path | None = None,
+                 report: Callable[[str], None] = print):  # fmt: skip
+        if into in ("", ".", "..") or "/" in into or "\\" in into:
+            raise ValueError(f"into must be a single folder name, got {into!r}")
+        self.source, self.into, self.revision, self.report = source, into, revision, report
+        self.sequences, self.ablated, self.draws = sequences, ablated, draws
+        self.prompts, self.plane_prompts, self.control_draws = prompts, plane_prompts, control_draws
+        self.folder = (data or artefacts.data_folder()) / "runs" / into
+        self.progress = (progress or Path("runs")) / into
+        self._model: nn.Module | None = None
+        self._heads: Heads | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        if self._model is None:
+            self._model = pretrained.load_model(self.source, self.revision)
+        return self._model
+
+    @property
+    def heads(self) -> Heads:
+        if self._heads is None:
+            self._heads = pretrained.extract(self.model, str(self.source))
+        return self._heads
+
+    def tables(self) -> list[str]:
+        """Names of the tables that this model can have."""
+        rotary, spoken = self.heads.positions == "rope", not self.model.config.is_encoder_decoder
+        return [name for name in TABLES if (rotary or name not in ROTARY) and (spoken or name not in SPOKEN)]
+
+    def write(self, only: Iterable[str] = ()) -> dict[str, int]:
+        """Writes the tables `only` (default all) and returns the number of rows of each."""
+        can = self.tables()
+        cannot = sorted(set(only) - set(can))
+        if cannot:
+            raise ValueError(f"{self.source} has no table {', '.join(cannot)}: this model can have {', '.join(can)}")
+        rows = {}
+        for name in only or can:
+            start, cpu = time.perf_counter(), time.process_time()
+            found, more = getattr(self, f"_{name}")()
+            command = f"rope-heads fingerprint --model {self.source} --into {self.into} --only {name}" + (f" --revision {self.revision}" if self.revision else "")
+            origin = artefacts.provenance(command, round(more.pop("seconds", time.process_time() - cpu), 1), 0, model=str(self.source), **more)
+            artefacts.write_parquet(self.folder / f"{name}.parquet", pd.DataFrame(found), origin)
+            rows[name] = len(found)
+            self.report(f"{name}: {len(found)} rows, {time.perf_counter() - start:.0f} s")
+        return rows
+
+    # ---- one method a table: (rows, what the provenance says besides) ------------------------------------------------------------
+
+    def _repeated(self, count: int, words: list[int] | None = None) -> torch.Tensor:
+        config = self.model.config
+        ids = words or (config.eos_token_id if config.model_type == "whisper" else config.vocab_size)  # Whisper's later ids are no text
+        return detectors.repeated_tokens(count, LENGTH, ids, detectors.start_token(self.model))
+
+    def _detectors(self):
+        kinds = {"uniform": None}
+        if self.model.config.model_type == "whisper":
+            kinds["common words"] = detectors.common_words(ctranslate2.vocabulary(pretrained.installed(self.source)))
+        rows = []
+        for kind, words in kinds.items():
+            found = detectors.detect(self.model, self.heads, self._repeated(self.sequences, words))
+            rows += [{"tokens": kind, **row} for row in self._by_head(found)]
+        return rows, {"sequences": self.sequences, "length": LENGTH}
+
+    def _spectra(self):
+        rows = []
+        w_q, w_k = (torch.stack(w) for w in zip(*(block.folded() for block in self.heads.blocks)))  # [layer, head, width, d_head]
+        spectrum = qk_spectrum(w_q, w_k)
+        singular = singular_values(w_q, w_k)
+        null = random_null(singular.flatten(0, 1), w_q.shape[-2], self.draws, centred=self.heads.blocks[0].centred)
+        found = {name: getattr(spectrum, name) for name in MEASURES}
+        for name in NULL_MEASURES:
+            mean, sd = null.mean[name].view(singular.shape[:2]), null.sd[name].view(singular.shape[:2])
+            found |= {f"{name}_null": mean, f"{name}_null_sd": sd, f"{name}_z": (found[name] - mean) / sd}
+        if self.heads.positions == "rope":
+            attention = self.heads.blocks[0].attention
+            parts = rope_parts(w_q, w_k, attention.pairing, self.heads.rotary_dim)
+            found |= {"rope_imag_frac": parts.rope_imag_frac(), "frequency_centroid": parts.frequency_centroid(attention.angles)}
+        rows = self._by_head(found)
+        return rows, {"draws": self.draws}
+
+    def _composition(self):
+        table = self._frozen("detectors")
+        strongest = table[table.tokens == "uniform"].nlargest(10, "induction")
+        rows = []
+        for layer, head in zip(strongest.layer, strongest["head"]):
+            if layer == 0:
+                continue
+            found = detectors.k_composition(self.heads, int(layer), int(head))
+            rows += [{"layer": int(layer), "head": int(head), "earlier_layer": i, "earlier_head": j, "k_composition": float(found[i, j])}
+                     for i in range(len(found)) for j in range(self.heads.heads)]  # fmt: skip
+        return rows, {}
+
+    def _binding(self) -> binding.Prompts:
+        import transformers
+
+        path = pretrained.installed(self.source) if self.source in pretrained.INSTALLED else Path(self.source)
+        where = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (self.source, {"revision": self.revision or "main"})
+        tokenizer = transformers.AutoTokenizer.from_pretrained(where[0], trust_remote_code=False, **where[1])
+        self._example = tokenizer.decode
+        return binding.prompts(tokenizer, detectors.start_token(self.model), self.prompts)
+
+    def _scores(self):
+        prompts = self._binding()
+        streams = binding.streams(self.model, prompts)
+        found = [binding.head_scores(self.heads, layer, hidden) for layer, hidden in enumerate(streams)]
+        colour, token = binding.accuracy(self.model, prompts)
+        more = {"prompts": self.prompts, "example": self._example(prompts.tokens[0].tolist()), "right_colour": colour, "right_token": token}
+        return self._by_head({name: torch.stack([layer[name] for layer in found]) for name in found[0]}), more
+
+    def _planes(self):
+        prompts = self._binding()
+        prompts = binding.Prompts(*(part[: self.plane_prompts] for part in prompts))
+        rows = []
+        for layer, hidden in enumerate(binding.streams(self.model, prompts)):
+            found = {name: value.tolist() for name, value in binding.plane_scores(self.heads, layer, hidden).items()}
+            rows += [{"layer": layer, "head": head, "plane": plane + 1} | {name: value[head][plane] for name, value in found.items()}
+                     for head in range(self.heads.heads) for plane in range(self.heads.rotary_dim // 2)]  # fmt: skip
+            self.report(f"planes: layer {layer}")
+        return rows, {"prompts": self.plane_prompts}
+
+    def _phase(self):
+        """Strong previous-token heads first, so that an unfinished run already holds what matters; then from the last layer back."""
+        work = self._ablation()
+        previous = self._frozen("detectors").query("tokens == 'uniform'").set_index(["layer", "head"]).previous
+        first = previous.nlargest(20).index.tolist()
+        order = first + sorted((pair for pair in previous.index if pair not in first), reverse=True)
+        done = self._go_on("phase", order, lambda pair: {"loss": work.losses(*pair).tolist(), "norm": float(work.sines(*pair).square().mean().sqrt())})
+        return self._phase_rows(done, ["layer", "head"], work)
+
+    def _control(self):
+        """Random changes for the heads with the largest effect and the strongest previous-token heads."""
+        work = self._ablation()
+        previous = self._frozen("detectors").query("tokens == 'uniform'").nlargest(STRONGEST, "previous")
+        effect = self._frozen("phase").nlargest(STRONGEST, "increase")
+        pairs = pd.concat([effect, previous])[["layer", "head"]].drop_duplicates().itertuples(index=False)
+        jobs = [(*map(int, pair), kind, draw) for pair in pairs for kind in CONTROLS for draw in range(self.control_draws)]
+
+        def change(job):
+            layer, head, kind, draw = job
+            return {"loss": work.losses(layer, head, random_change(work.sines(layer, head), kind, torch.Generator().manual_seed(draw))).tolist()}
+
+        return self._phase_rows(self._go_on("control", jobs, change), ["layer", "head", "kind", "draw"], work)
+
+    def _phase_rows(self, done: dict, names: list[str], work: PhaseAblation):
+        rows = []
+        for key, value in done.items():
+            loss = torch.tensor(value["loss"])
+            increase = loss - work.baseline
+            rows.append(dict(zip(names, key)) | {"loss": float(loss.mean()), "increase": float(increase.mean()), "increase_sd": float(increase.std()),
+                                                 "share": float(increase.mean() / (work.first_copy - work.baseline).mean())})  # fmt: skip
+            rows[-1] |= {"sine_rms": value["norm"]} if "norm" in value else {}
+        more = {"sequences": self.ablated, "length": LENGTH, "before": float(work.baseline.mean()), "first_copy": float(work.first_copy.mean()),
+                "seconds": sum(value["seconds"] for value in done.values())}  # fmt: skip
+        return sorted(rows, key=lambda row: [row[name] for name in names]), more
+
+    def _ablation(self) -> PhaseAblation:
+        return PhaseAblation(self.model, self.heads, self._repeated(self.ablated))
+
+    def _go_on(self, name: str, jobs: list[tuple], work: Callable[[tuple], dict]) -> dict[tuple, dict]:
+        """Results of all jobs, one line of JSON each in the progress file; jobs that stand there are not done again."""
+        path = self.progress / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        identity = {"model": str(self.source), "revision": self.revision, "sequences": self.ablated, "length": LENGTH}
+        lines = path.read_text().splitlines() if path.exists() else []
+        if lines and json.loads(lines[0]) != identity:
+            raise ValueError(f"{path} belongs to {lines[0]}, expected {json.dumps(identity)}: remove it or use another --into")
+        done = {}
+        for line in lines[1:]:
+            try:
+                key, value = json.loads(line)
+            except ValueError:  # the line that was being written when the run stopped
+                continue
+            done[tuple(key)] = value
+        with open(path, "a") as file:
+            file.write("\n" if lines else json.dumps(identity) + "\n")
+            for number, job in enumerate(jobs):
+                if job not in done:
+                    cpu = time.process_time()
+                    done[job] = work(job) | {"seconds": round(time.process_time() - cpu, 2)}
+                    file.write(json.dumps([job, done[job]]) + "\n")
+                    file.flush()
+                    self.report(f"{name}: {number + 1} of {len(jobs)}, {job}, loss {sum(done[job]['loss']) / self.ablated:.3f}")
+        return {job: done[job] for job in jobs}
+
+    def _frozen(self, name: str) -> pd.DataFrame:
+        path = self.folder / f"{name}.parquet"
+        if not path.exists():
+            raise ValueError(f"{path} is needed first: rope-heads fingerprint --model {self.source} --into {self.into} --only {name}")
+        return artefacts.read_parquet(path)[0]
+
+    def _by_head(self, found: dict[str, torch.Tensor]) -> list[dict]:
+        """Rows of values [layer, head]."""
+        values = {name: value.tolist() for name, value in found.items()}
+        return [{"layer": layer, "head": head} | {name: value[layer][head] for name, value in values.items()}
+                for layer in range(len(self.heads.blocks)) for head in range(self.heads.heads)]  # fmt: skip
