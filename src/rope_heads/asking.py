@@ -4,13 +4,20 @@ Every answer is on the disk before the next call is planned, so that an interrup
 set aside before it is made, attempts that fail count as paid, and calls that would pass the limit are not made.
 """
 
+import asyncio
 import contextlib
 import datetime
 import importlib.util
+import os
+import random
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rope_heads import language_models, one_hop
+from rope_heads.language_models import Price
 from rope_heads.one_hop import Item
 
 SMALL = "smollm2"  # SmolLM2-135M-Instruct in this process; the other two routes to the same weights:
@@ -74,3 +81,232 @@ def ask_small(items: Sequence[Item], path: Path, report: Callable[[str], None], 
                 found = {"rank": small_model.rank(logs, item.answer), "candidates": len(logs), "top": max(logs, key=logs.get)}
                 language_models.append(path, [language_models.record(item, SMALL, today(), reply.text, reply.input_tokens, reply.output_tokens, **found)])
             report(f"cell {number}/{len(cells)}: task {cell[0]}, setting {cell[1]}, window {cell[2]}, data set {cell[3]}")
+
+
+# ---- any provider ----------------------------------------------------------------------------------------------------------------
+
+HOPELESS = {400, 401, 403, 404, 405, 413, 422}  # the same request would fail again
+OWN_RETRIES = ("openai", "openai-api", "anthropic")  # their clients retry silently unless told not to; attempts are counted here
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How calls are made. Seconds, attempts, US dollars."""
+
+    timeout: float = 60.0
+    retries: int = 4
+    first_wait: float = 2.0  # doubled at each retry, with a random share on top
+    concurrency: int = 8
+    max_tokens: int = 16  # of an answer; the least that OpenAI's API accepts
+    stop_after: int = 20  # failures in a row: then something is wrong with the server or the key
+    price: Price | None = None
+    max_cost: float | None = None
+    max_calls: int | None = None
+
+
+@dataclass
+class Outcome:
+    """What a run brought: answers, items without one by reason, an example of each reason, tokens and dollars (set aside or spent)."""
+
+    answered: int = 0
+    missing: Counter = field(default_factory=Counter)
+    example: dict[str, str] = field(default_factory=dict)
+    calls: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cost: float = 0.0
+    in_a_row: int = 0
+
+    def fail(self, reason: str, told: str = "") -> None:
+        self.missing[reason] += 1
+        self.example.setdefault(reason, told)
+
+
+def redacted(text: str) -> str:
+    """`text` without the values of environment variables that hold secrets: a server may send a key back."""
+    secrets = [v for k, v in os.environ.items() if len(v) >= 8 and any(word in k.upper() for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))]
+    for value in sorted(secrets, key=len, reverse=True):
+        text = text.replace(value, "[redacted]")
+    return text
+
+
+def forecast(items: Sequence[Item], manner: Manner) -> str:
+    """One line: calls, tokens and dollars at most, if no attempt fails."""
+    tokens = sum(map(language_models.tokens_at_most, items))
+    line = f"{len(items)} calls to make, at most about {tokens:,} input and {len(items) * manner.max_tokens:,} output tokens"
+    return line + (f", at most about {manner.price.of(tokens, len(items) * manner.max_tokens):.2f} US dollars" if manner.price else "")
+
+
+def cause(error: BaseException) -> BaseException:
+    """The error itself, out of the wrapper of inspect's retry library."""
+    last = getattr(error, "last_attempt", None)
+    return error if last is None else last.exception() or error
+
+
+def why(error: BaseException) -> tuple[str, bool]:
+    """(reason in a few words, is another attempt worth while)."""
+    status = getattr(error, "status_code", None)
+    if isinstance(status, int):
+        return f"HTTP {status}", status not in HOPELESS
+    if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
+        return "no answer in time", True
+    if "Connect" in type(error).__name__ or "Protocol" in type(error).__name__:
+        return "connection failed or closed", True
+    return f"unreadable answer ({type(error).__name__})", True
+
+
+def settings_for(model: str, manner: Manner):
+    """inspect's GenerateConfig: no retries of its own, one short answer, no reasoning where that must be said."""
+    from inspect_ai.model import GenerateConfig
+
+    quiet = {"reasoning_effort": "none", "reasoning_summary": "none"} if model.startswith("openai/gpt-5") else {}  # a summary costs a call
+    return GenerateConfig(max_retries=0, max_tokens=manner.max_tokens, max_connections=manner.concurrency, **quiet)
+
+
+def chat_messages(item: Item) -> list:
+    from inspect_ai.model import ChatMessageAssistant, ChatMessageUser
+
+    kinds = {"user": ChatMessageUser, "assistant": ChatMessageAssistant}
+    return [kinds[turn["role"]](content=turn["content"]) for turn in one_hop.prompt(item)]
+
+
+async def attempt(model, item: Item, name: str, manner: Manner) -> dict:
+    """The record of one call, or an exception. A reply without any choice is no answer; an empty text is one, and wrong."""
+    async with asyncio.timeout(manner.timeout):
+        output = await model.generate(chat_messages(item), config=settings_for(name, manner))
+    if output.error:
+        raise ValueError(output.error)
+    if not output.choices:
+        raise ValueError("the reply holds no choice")
+    usage = output.usage
+    tokens = (usage.input_tokens, usage.output_tokens) if usage else (language_models.tokens_at_most(item), manner.max_tokens)
+    return language_models.record(item, name, today(), redacted(output.completion), *tokens)
+
+
+async def _answer(model, item: Item, name: str, path: Path, manner: Manner, outcome: Outcome) -> None:
+    at_most = language_models.tokens_at_most(item), manner.max_tokens
+    reserve = manner.price.of(*at_most) if manner.price else 0.0
+    for number in range(manner.retries + 1):
+        if outcome.in_a_row >= manner.stop_after:
+            return outcome.fail(f"not asked: {manner.stop_after} failures in a row")
+        if manner.max_cost is not None and outcome.cost + reserve > manner.max_cost:
+            return outcome.fail("not asked: the cost limit is reached")
+        if manner.max_calls is not None and outcome.calls >= manner.max_calls:
+            return outcome.fail("not asked: the limit of calls is reached")
+        outcome.calls += 1
+        outcome.cost += reserve  # before the call, so that calls side by side stay below the limit together
+        try:
+            found = await attempt(model, item, name, manner)
+        except Exception as error:  # whatever a provider's client raises: the run goes on with the next item
+            error = cause(error)
+            reason, again = why(error)
+            if not again or number == manner.retries:
+                outcome.in_a_row += 1
+                return outcome.fail(reason, language_models.plain(redacted(str(error)), 200))
+            await asyncio.sleep(manner.first_wait * 2**number * (1 + random.random() / 2))
+            continue
+        language_models.append(path, [found])
+        outcome.in_a_row = 0
+        outcome.answered += 1
+        outcome.input_tokens += found["input_tokens"]
+        outcome.output_tokens += found["output_tokens"]
+        if manner.price:
+            outcome.cost += manner.price.of(found["input_tokens"], found["output_tokens"]) - reserve
+        return None
+
+
+async def _ask_all(items, path, name, manner, report, spec, model_args) -> Outcome:
+    from inspect_ai.model import get_model
+
+    outcome, waiting = Outcome(), iter(items)
+    args = {"max_retries": 0, **model_args} if spec.split("/")[0] in OWN_RETRIES else model_args
+
+    async def worker(model):
+        for item in waiting:
+            await _answer(model, item, name, path, manner, outcome)
+            done = outcome.answered + outcome.missing.total()
+            if done % max(1, len(items) // 20) == 0:
+                report(f"{done}/{len(items)} items, {outcome.answered} answered")
+
+    try:
+        connection = get_model(spec, memoize=False, **args)
+    except Exception as error:  # no key, no such provider, a client that is not installed: each provider says it in its own way
+        raise ValueError(f"{spec} cannot be asked: {language_models.plain(redacted(str(error)), 300)}") from None
+    async with connection as model:
+        await asyncio.gather(*(worker(model) for _ in range(min(manner.concurrency, len(items)))))
+    return outcome
+
+
+def ask(items: Sequence[Item], path: Path, name: str, manner: Manner, report: Callable[[str], None], spec: str | None = None,
+        confirm: Callable[[], bool] = lambda: True, **model_args) -> Outcome:  # fmt: skip
+    """Asks a model of any provider of inspect for the items that lack an answer. `spec`: inspect's name of the model, default `name`.
+
+    The counts are reported before `confirm` is asked, and `confirm` before the first call.
+    """
+    need("inspect_ai")
+    with alone(path):
+        todo = missing_items(items, path, name)
+        report(f"{len(items) - len(todo)} answers are there; {forecast(todo, manner)}")
+        if not todo or not confirm():
+            return Outcome()
+        return asyncio.run(_ask_all(todo, path, name, manner, report, spec or name, model_args))
+
+
+def run(model: str, items: Sequence[Item], manner: Manner, report: Callable[[str], None], yes: bool = False, base_url: str | None = None,
+        path: Path | None = None) -> Outcome:  # fmt: skip
+    """What `rope-heads ask` does: the small model by one of its routes, or a provider's model, after the reader agreed to the counts."""
+    path = path or language_models.file_of(model)
+    if model == SMALL:
+        ask_small(items, path, report)
+        return Outcome(answered=len(items))
+    routes = {SMALL_HTTP: ask_small_http, SMALL_HF: ask_small_hf}
+    if model in routes:
+        return routes[model](items, path, manner, report)
+    if "/" not in model:
+        raise ValueError(f"model must be {SMALL}, {', '.join(routes)} or inspect's PROVIDER/MODEL, got {model!r}")
+    more = {"base_url": base_url} if base_url else {}
+    return ask(items, path, model, manner, report, confirm=lambda: yes or agreed(), **more)
+
+
+def agreed() -> bool:
+    """Asks on the terminal; ValueError without one, because nobody saw the counts."""
+    if not sys.stdin.isatty():
+        raise ValueError("no call was made: there is no terminal to agree on; add --yes")
+    return input("make these calls? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def summary(outcome: Outcome) -> list[str]:
+    """Lines that say what came back and what is missing, and why."""
+    cost = f", at most {outcome.cost:.2f} US dollars (failed attempts counted as paid)" if outcome.cost else ""
+    lines = [f"{outcome.answered} answers in {outcome.calls} calls; {outcome.input_tokens:,} input and {outcome.output_tokens:,} output tokens{cost}"]
+    for reason, count in outcome.missing.most_common():
+        told = outcome.example.get(reason)
+        lines.append(f"missing {count}: {reason}" + (f"; for example: {told}" if told else ""))
+    return lines + (["run the same command again to ask for what is missing"] if outcome.missing else [])
+
+
+# ---- the small model by other routes ---------------------------------------------------------------------------------------------
+
+
+def ask_small_http(items: Sequence[Item], path: Path, manner: Manner, report: Callable[[str], None], small=None) -> Outcome:
+    """SmolLM2 behind an OpenAI-compatible server on 127.0.0.1: the way a hosted model is asked, with a real socket between."""
+    need("inspect_ai", "openai", "transformers", "gguf", "accelerate")
+    from rope_heads import loopback, small_model
+
+    small = small or small_model.SmallModel.load()
+    with loopback.serving(loopback.completions(small)) as address:
+        return ask(items, path, SMALL_HTTP, manner, report, f"openai-api/loopback/{small_model.NAME}", base_url=address, api_key="not-needed")
+
+
+def ask_small_hf(items: Sequence[Item], path: Path, manner: Manner, report: Callable[[str], None], small=None) -> Outcome:
+    """SmolLM2 through inspect's local Hugging Face provider, from a temporary folder with the weights as plain numbers."""
+    need("inspect_ai", "transformers", "gguf", "accelerate")
+    import tempfile
+
+    from rope_heads import small_model
+
+    small = small or small_model.SmallModel.load()
+    with tempfile.TemporaryDirectory(prefix="rope-heads-") as folder:
+        small_model.export(Path(folder), small.model, small.tokenizer)
+        return ask(items, path, SMALL_HF, manner, report, f"hf/{small_model.NAME}", model_path=folder, tokenizer_path=folder, device="cpu",
+                   do_sample=False)
