@@ -8,7 +8,7 @@ import pytest
 from rope_heads import __main__ as command_line
 from rope_heads import artefacts
 
-COMMANDS = ["book", "check-data", "train", "measure", "collect", "bench"]
+COMMANDS = ["book", "check-data", "train", "measure", "lengths", "collect", "fingerprint", "bench"]
 
 
 def run(*arguments):
@@ -49,7 +49,11 @@ def test_help_of_a_command_says_what_it_writes_and_how_long_it_takes(command):
     (["train", "--task", "number", "--until", "2"], "until must be in (0, 1], got 2"),
     (["train", "--task", "number", "--set", "steps=1.7"], "steps must be of type int, got 1.7"),
     (["train", "--task", "number", "--set", "lr=None"], "lr must be of type float, got None"),
+    (["lengths", "--run", "nowhere"], "nowhere holds no finished run"),
+    (["lengths", "--run", "nowhere", "--added", "-5"], "must be a whole number >= 0, got -5"),
     (["collect", "--recipe", "../x"], "single folder names, got '../x'"),
+    (["fingerprint", "--model", "smollm2", "--into", "x", "--only", "phases"], "no table is called phases; there are: detectors"),
+    (["fingerprint", "--model", "smollm2", "--into", "../x"], "single folder name, got '../x'"),
     (["check-data", "now"], "unrecognized arguments: now"),
 ])  # fmt: skip
 def test_bad_values_give_one_clear_line_and_exit_code_2(arguments, words):
@@ -62,6 +66,11 @@ def test_a_folder_that_is_a_file_is_named_without_a_traceback(tmp_path):
     (tmp_path / "runs").write_text("a file")
     done = run("train", "--task", "number", "--runs", str(tmp_path / "runs"))
     assert done.returncode == 1 and "runs" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_folder_without_a_model_is_named_in_one_line(tmp_path):
+    done = run("fingerprint", "--model", str(tmp_path), "--into", "x")
+    assert done.returncode == 1 and f"{tmp_path} cannot be read as a model" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_seeds_are_read_to_the_last_digit():

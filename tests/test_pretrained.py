@@ -172,7 +172,7 @@ def test_code_of_a_models_folder_is_never_run(tmp_path):
     text = (tmp_path / "config.json").read_text().replace('"model_type": "llama"', '"auto_map": {"AutoConfig": "evil.C"}, "model_type": "own"')
     (tmp_path / "config.json").write_text(text)
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\n")
-    with pytest.raises(ValueError):
+    with pytest.raises(OSError, match="cannot be read as a model"):
         load_heads(tmp_path)
     assert not (tmp_path / "ran").exists()
 

@@ -111,10 +111,15 @@ def load_model(source: str | Path, revision: str | None = None) -> nn.Module:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not here: give the path of a GGUF file")
         source, options = path.parent, {"gguf_file": path.name}
-    elif transformers.AutoConfig.from_pretrained(source, revision=revision or "main", trust_remote_code=False).model_type == "whisper":
-        kind = transformers.WhisperForConditionalGeneration
-    with torch.random.fork_rng():  # building layers draws numbers; a caller's seed stays untouched
-        model = kind.from_pretrained(source, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, **options)
+    try:
+        if "gguf_file" not in options:  # those are language models, and reading their header takes seconds
+            config = transformers.AutoConfig.from_pretrained(source, revision=options["revision"], trust_remote_code=False)
+            kind = transformers.WhisperForConditionalGeneration if config.model_type == "whisper" else kind
+        with torch.random.fork_rng():  # building layers draws numbers; a caller's seed stays untouched
+            model = kind.from_pretrained(source, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, **options)
+    except (OSError, ValueError) as error:
+        told = " ".join(str(error).split())  # transformers writes paragraphs
+        raise OSError(f"{source} cannot be read as a model with safetensors or GGUF weights: {told[:300]}") from None
     return model.eval().requires_grad_(False)
 
 
