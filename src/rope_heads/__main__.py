@@ -126,6 +126,21 @@ def measure(arguments) -> int:
     return 0
 
 
+def lengths(arguments) -> int:
+    import torch
+
+    from rope_heads import lengths
+
+    torch.set_num_threads(arguments.threads)
+    try:
+        rows = lengths.measure_run(arguments.run, ["main"] if arguments.what is None and not arguments.added else arguments.what or [], arguments.added,
+                                   report=lambda line: print(line, flush=True))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    print(f"{arguments.run}/lengths.parquet: {rows} rows")
+    return 0
+
+
 def collect(arguments) -> int:
     from pathlib import Path
 
@@ -270,6 +285,20 @@ def build_parser() -> argparse.ArgumentParser:
     command.set_defaults(handler=measure)
 
     command = commands.add_parser(
+        "lengths", help="measure a trained model on long inputs",
+        description="Measures the final weights of a run with tokens put before the target window and writes lengths.parquet (accuracy by number "
+        "of added tokens and hop count, with Wilson intervals) into its folder, with `main` also gaps.parquet (how far the logit of the key that "
+        "each head should attend to stands above the next). Goes on where it stopped; what is measured is not measured again. On one idle "
+        "core about 4 minutes for main, 1 for short and readings, 2 for kinds, 5 for changes.")
+    command.add_argument("--run", metavar="DIR", required=True, help="folder of one finished run, RUNS/RECIPE/TASK-SEED")
+    command.add_argument("--what", nargs="*", choices=("main", "short", "readings", "kinds", "changes"),
+                         help="main (default): the grid of Figure 5B; short: eight lengths to 1,000; readings: Letter models on the other reading of the "
+                         "data; kinds: other added tokens; changes: planes off, positions interpolated, logits sharper, weights in half precision")
+    command.add_argument("--added", nargs="*", metavar="N", type=whole, default=[], help="also these numbers of added tokens, or these alone without --what")
+    command.add_argument("--threads", type=count, default=1)
+    command.set_defaults(handler=lengths)
+
+    command = commands.add_parser(
         "collect", help="join finished runs into tables of data/",
         description="Writes data/runs/NAME/accuracy.parquet and, where they were measured, heads.parquet and the tables of measure, from the "
         "finished runs RUNS/RECIPE/*. Takes seconds, with --weights a minute for each of them. "
@@ -338,9 +367,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "bench", help="measure speed, as ratios",
-        description="Prints sequences a second of each task, the speed of a training step against Hugging Face's GPT-J, and that of head "
-        "spectra against whole matrices, measured in turns in one process. Takes about two minutes on an idle core; writes nothing.")
-    command.add_argument("--only", choices=("sequences", "training", "spectra"), nargs="+", help="default: all")
+        description="Prints sequences a second of each task, the speed of a training step and of long inputs against Hugging Face's GPT-J, and "
+        "that of head spectra against whole matrices, measured in turns in one process. Takes about three minutes on an idle core; writes nothing.")
+    command.add_argument("--only", choices=("sequences", "training", "spectra", "lengths"), nargs="+", help="default: all")
     command.add_argument("--threads", type=count, default=1)
     command.set_defaults(handler=bench)
     return parser

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from rope_heads.lengths import GRID, read
 from rope_heads.model import Config, Transformer
 from rope_heads.spectra import qk_spectrum
-from rope_heads.tasks import TASKS
+from rope_heads.tasks import LENGTH, TASKS
 from rope_heads.training import RECIPES, parameter_groups
 
 
@@ -95,7 +96,29 @@ def spectra(rounds: int = 3, heads: int = 8, width: int = 2048) -> list[str]:
             f"eigenvalues agree to {off:.0e}"]  # fmt: skip
 
 
-BENCHES = {"sequences": sequences, "training": training, "spectra": spectra}
+def lengths(rounds: int = 3, inputs: tuple[tuple[int, int], ...] = ((17, 256), (1_017, 4), (5_017, 1))) -> list[str]:
+    """Sequences a second at three lengths against Hugging Face's GPT-J, both asked for the logits after the last token; and all lengths of the
+    grid up to there in one pass."""
+    ours = Transformer(Config()).eval()
+    theirs = ours.to_hugging_face(n_positions=max(length for length, _ in inputs))
+    lines = []
+    for length, batch in inputs:
+        tokens = torch.randint(1, 137, (batch, length))
+        grid = [added for added in GRID if added <= length - LENGTH]
+        with torch.inference_mode():
+            seconds = in_turns({
+                "theirs": lambda t=tokens: theirs(input_ids=t, logits_to_keep=1),
+                "ours": lambda t=tokens: ours(t, last=True),
+                "grid": lambda t=tokens, grid=grid: read(ours, t[:, :-LENGTH], t[:, -LENGTH:], grid),
+            }, rounds)  # fmt: skip
+        middle, low, high = ratio(seconds["theirs"], seconds["ours"])
+        a_second = {name: batch / statistics.median(taken) for name, taken in seconds.items()}
+        lines.append(f"{length:,} tokens: {a_second['ours']:.3g} sequences/s, {middle:.2f} times as fast as Hugging Face (quartiles {low:.2f} to "
+                     f"{high:.2f}); at all {len(grid)} lengths of the grid up to there {a_second['grid']:.3g} sequences/s")  # fmt: skip
+    return lines
+
+
+BENCHES = {"sequences": sequences, "training": training, "spectra": spectra, "lengths": lengths}
 
 
 def main(names: list[str], threads: int = 1, report: Callable[[str], None] = print) -> None:

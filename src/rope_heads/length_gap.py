@@ -117,7 +117,7 @@ class GapTally:
                  "performs": bool(performs[layer, head, h, k]), "prompts": int(self.sums["prompts"][i, layer, head, h, k])}
                 | {name: float(means[name][i, layer, head, h, k]) for name in VALUES} | {"planes": planes[i, layer, head, h, k]}
                 for i, added in enumerate(self.added) for layer, head, h, k in np.argwhere(kept)]  # fmt: skip
-        return pd.DataFrame(rows)
+        return pd.DataFrame(rows).astype(dict.fromkeys(VALUES, np.float32))
 
 
 @torch.inference_mode()
