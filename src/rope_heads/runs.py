@@ -13,7 +13,7 @@ from rope_heads.tasks import TASKS
 from rope_heads.training import accuracy_by_hops
 
 # file of a run folder -> table of data/runs/<name>; the files of `rope-heads measure` keep their names
-TABLES = {"log": "accuracy", "measures": "heads"} | {name: name for name in final.TABLES}
+TABLES = {"log": "accuracy", "measures": "heads"} | {name: name for name in (*final.TABLES, "lengths", "gaps")}
 FILES = {table: file for file, table in TABLES.items()}
 
 
@@ -55,12 +55,14 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
     for table, parts in frames.items():
         if len(parts) < len(folders) and not partial:
             lacking = [str(folder.relative_to(runs)) for folder in folders if not (folder / f"{FILES[table]}.parquet").exists()]
-            raise ValueError(f"table {table} is there for some runs and missing for {', '.join(lacking)}: measure them (rope-heads measure --run)")
+            raise ValueError(f"table {table} is there for some runs and missing for {', '.join(lacking)}: measure them (rope-heads {'lengths' if table in ('lengths', 'gaps') else 'measure'} --run)")
     command = f"rope-heads collect --into {into} --recipe " + " ".join(recipes) + " --partial" * partial
     command += "".join(f" --{name} {' '.join(map(str, chosen))}" for name, chosen in (("tasks", tasks), ("seeds", seeds)) if chosen)
     told = artefacts.provenance(command, round(sum(made["seconds"] for made in origins), 1), runs=origins)
     for table, parts in frames.items():
         frame = pd.concat(parts, ignore_index=True).sort_values(["recipe", "task", "seed", "step"], kind="stable", ignore_index=True)
+        if table == "heads":  # by far the largest table: means over prompts need no more than seven digits
+            frame = frame.astype(dict.fromkeys(frame.select_dtypes("float64"), "float32"))
         artefacts.write_parquet((data or artefacts.data_folder()) / "runs" / into / f"{table}.parquet", frame, told)
     return {table: sum(map(len, parts)) for table, parts in frames.items()}
 
