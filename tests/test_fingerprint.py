@@ -20,6 +20,7 @@ def made(tmp_path, monkeypatch):
     """Measures of a small Llama in a folder, with short sequences."""
     monkeypatch.setattr(fingerprint, "LENGTH", 6)
     monkeypatch.setattr(fingerprint, "STRONGEST", 1)
+    monkeypatch.setattr(fingerprint, "BLOCK", 2)
     small("llama").save_pretrained(tmp_path / "model")
 
     def build(**more):
@@ -53,21 +54,33 @@ def test_an_interrupted_ablation_goes_on_and_ends_with_the_same_table(made, tmp_
     whole.write(["detectors", "phase"])
     expected = artefacts.read_parquet(whole.folder / "phase.parquet")[0]
     lines = (tmp_path / "runs/tiny/phase.jsonl").read_text().splitlines()
-    assert len(lines) == 13
+    assert len(lines) == 25  # 12 heads, two blocks for three sequences
     (tmp_path / "runs/tiny/phase.jsonl").write_text("\n".join(lines[:6]) + "\n" + lines[6][:20])  # killed while it wrote the sixth head
     told = []
     again = made(report=told.append)
     again.write(["phase"])
-    assert len([line for line in told if line.startswith("phase: ") and "of 12" in line]) == 7
+    assert len([line for line in told if "sequences" in line]) == 19
     columns = ["layer", "head", "loss", "increase", "share", "sine_rms"]
     found = artefacts.read_parquet(again.folder / "phase.parquet")[0]
     pd.testing.assert_frame_equal(found[columns], expected[columns], atol=1e-6)
-    head = json.loads((tmp_path / "runs/tiny/phase.jsonl").read_text().splitlines()[0])
-    assert head["sequences"] == 3
-    other = made()
-    other.ablated = 2
-    with pytest.raises(ValueError, match="phase.jsonl belongs to .*remove it or use another --into"):
-        other.write(["phase"])
+    work = PhaseAblation(again.model, again.heads, again._repeated(3))
+    for row in found.itertuples():
+        assert abs(float(work.losses(row.layer, row.head).mean()) - row.loss) < 1e-5
+        assert abs(float(work.sines(row.layer, row.head).square().mean().sqrt()) - row.sine_rms) < 1e-5
+    longer = made(report=told.append)
+    longer.ablated = 4
+    del told[:]
+    longer.write(["phase"])
+    assert not any("sequences 0" in line for line in told) and len(told) == 13 and artefacts.read_parquet(longer.folder / "phase.parquet")[1]["sequences"] == 4
+
+
+def test_progress_of_another_model_is_not_taken_up(made, tmp_path):
+    (tmp_path / "runs/tiny").mkdir(parents=True)
+    (tmp_path / "runs/tiny/phase.jsonl").write_text(json.dumps({"model": "another"}) + "\n")
+    measures = made()
+    measures.write(["detectors"])
+    with pytest.raises(ValueError, match="phase.jsonl belongs to .*another.*remove it or use another --into"):
+        measures.write(["phase"])
 
 
 def test_what_a_model_cannot_have_and_what_must_come_first_is_said(made, tmp_path):

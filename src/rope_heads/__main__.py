@@ -216,7 +216,7 @@ def fingerprint(arguments) -> int:
         raise argparse.ArgumentTypeError(f"--only: no table is called {', '.join(unknown)}; there are: {', '.join(TABLES)}")
     torch.set_num_threads(arguments.threads)
     try:
-        Measures(arguments.model, arguments.into, arguments.revision, report=lambda line: print(line, flush=True)).write(arguments.only)
+        Measures(arguments.model, arguments.into, arguments.revision, ablated=arguments.ablated, report=lambda line: print(line, flush=True)).write(arguments.only)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     except ImportError as error:
@@ -362,6 +362,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--into", required=True, metavar="NAME", help="name of the folder under data/runs")
     command.add_argument("--revision", help="revision of a model of the hub, such as step1000")
     command.add_argument("--only", metavar="TABLE", nargs="+", default=[], help="default: all tables that the model can have")
+    command.add_argument("--ablated", metavar="N", type=count, default=16, help="sequences of the phase ablation (default 16); more can be added later")
     command.add_argument("--threads", type=count, default=1)
     command.set_defaults(handler=fingerprint)
 

@@ -29,6 +29,7 @@ TABLES = {  # file -> what a row is
 }
 ROTARY, SPOKEN = ("scores", "planes", "phase", "control"), ("scores", "planes")  # need RoPE; need a tokenizer of text
 LENGTH = 64  # of r
+BLOCK = 4  # sequences that are ablated together
 STRONGEST = 5  # heads by phase effect and by previous-token attention that get controls
 
 
@@ -157,68 +158,55 @@ class Measures:
         return rows, {"prompts": self.plane_prompts}
 
     def _phase(self):
-        """Strong previous-token heads first, so that an unfinished run already holds what matters; then from the last layer back."""
-        work = self._ablation()
+        """All heads on the first few sequences, then on the next few: a run that is stopped can be read with fewer sequences."""
         previous = self._frozen("detectors").query("tokens == 'uniform'").set_index(["layer", "head"]).previous
-        first = previous.nlargest(20).index.tolist()
+        first = previous.nlargest(20).index.tolist()  # what matters most, in case the rest has to wait
         order = first + sorted((pair for pair in previous.index if pair not in first), reverse=True)
-        done = self._go_on("phase", order, lambda pair: {"loss": work.losses(*pair).tolist(), "norm": float(work.sines(*pair).square().mean().sqrt())})
-        return self._phase_rows(done, ["layer", "head"], work)
+
+        def ablate(work: PhaseAblation, layer: int, head: int) -> dict:
+            return {"loss": work.losses(layer, head).tolist(), "mean_square": float(work.sines(layer, head).square().mean())}
+
+        return self._ablated("phase", [(*pair,) for pair in order], ["layer", "head"], ablate)
 
     def _control(self):
         """Random changes for the heads with the largest effect and the strongest previous-token heads."""
-        work = self._ablation()
         previous = self._frozen("detectors").query("tokens == 'uniform'").nlargest(STRONGEST, "previous")
         effect = self._frozen("phase").nlargest(STRONGEST, "increase")
         pairs = pd.concat([effect, previous])[["layer", "head"]].drop_duplicates().itertuples(index=False)
         jobs = [(*map(int, pair), kind, draw) for pair in pairs for kind in CONTROLS for draw in range(self.control_draws)]
 
-        def change(job):
-            layer, head, kind, draw = job
+        def change(work: PhaseAblation, layer: int, head: int, kind: str, draw: int) -> dict:
             return {"loss": work.losses(layer, head, random_change(work.sines(layer, head), kind, torch.Generator().manual_seed(draw))).tolist()}
 
-        return self._phase_rows(self._go_on("control", jobs, change), ["layer", "head", "kind", "draw"], work)
+        return self._ablated("control", jobs, ["layer", "head", "kind", "draw"], change)
 
-    def _phase_rows(self, done: dict, names: list[str], work: PhaseAblation):
-        rows = []
-        for key, value in done.items():
-            loss = torch.tensor(value["loss"])
-            increase = loss - work.baseline
-            rows.append(dict(zip(names, key)) | {"loss": float(loss.mean()), "increase": float(increase.mean()), "increase_sd": float(increase.std()),
-                                                 "share": float(increase.mean() / (work.first_copy - work.baseline).mean())})  # fmt: skip
-            rows[-1] |= {"sine_rms": value["norm"]} if "norm" in value else {}
-        more = {"sequences": self.ablated, "length": LENGTH, "before": float(work.baseline.mean()), "first_copy": float(work.first_copy.mean()),
-                "seconds": sum(value["seconds"] for value in done.values())}  # fmt: skip
-        return sorted(rows, key=lambda row: [row[name] for name in names]), more
-
-    def _ablation(self) -> PhaseAblation:
-        return PhaseAblation(self.model, self.heads, self._repeated(self.ablated))
-
-    def _go_on(self, name: str, jobs: list[tuple], work: Callable[[tuple], dict]) -> dict[tuple, dict]:
-        """Results of all jobs, one line of JSON each in the progress file; jobs that stand there are not done again."""
-        path = self.progress / f"{name}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        identity = {"model": str(self.source), "revision": self.revision, "sequences": self.ablated, "length": LENGTH}
-        lines = path.read_text().splitlines() if path.exists() else []
-        if lines and json.loads(lines[0]) != identity:
-            raise ValueError(f"{path} belongs to {lines[0]}, expected {json.dumps(identity)}: remove it or use another --into")
-        done = {}
-        for line in lines[1:]:
-            try:
-                key, value = json.loads(line)
-            except ValueError:  # the line that was being written when the run stopped
-                continue
-            done[tuple(key)] = value
-        with open(path, "a") as file:
-            file.write("\n" if lines else json.dumps(identity) + "\n")
-            for number, job in enumerate(jobs):
-                if job not in done:
-                    cpu = time.process_time()
-                    done[job] = work(job) | {"seconds": round(time.process_time() - cpu, 2)}
-                    file.write(json.dumps([job, done[job]]) + "\n")
-                    file.flush()
-                    self.report(f"{name}: {number + 1} of {len(jobs)}, {job}, loss {sum(done[job]['loss']) / self.ablated:.3f}")
-        return {job: done[job] for job in jobs}
+    def _ablated(self, name: str, jobs: list[tuple], names: list[str], work: Callable[..., dict]):
+        """Rows of all jobs over all sequences, `BLOCK` sequences at a time; each job and block is one line of the progress file."""
+        tokens = self._repeated(self.ablated)
+        parts, losses = {job: [] for job in jobs}, {"before": [], "first_copy": []}
+        with Progress(self.progress / f"{name}.jsonl", {"model": str(self.source), "revision": self.revision, "length": LENGTH, "block": BLOCK}) as done:
+            for start in range(0, len(tokens), BLOCK):
+                ablation = PhaseAblation(self.model, self.heads, tokens[start : start + BLOCK])
+                losses["before"].append(ablation.baseline)
+                losses["first_copy"].append(ablation.first_copy)
+                for job in jobs:
+                    parts[job].append(done((start, len(ablation.tokens), *job), lambda job=job, ablation=ablation: work(ablation, *job)))
+                    if done.new:
+                        self.report(f"{name}: sequences {start} to {start + len(ablation.tokens) - 1}, {job}, loss {ablation.baseline.mean():.3f} -> "
+                                    f"{sum(parts[job][-1]['loss']) / len(ablation.tokens):.3f}")  # fmt: skip
+        before, first = (torch.cat(losses[copy]) for copy in ("before", "first_copy"))
+        rows, seconds = [], 0.0
+        for job, found in parts.items():
+            loss = torch.tensor([value for part in found for value in part["loss"]])
+            increase = loss - before
+            rows.append(dict(zip(names, job)) | {"loss": float(loss.mean()), "increase": float(increase.mean()), "increase_sd": float(increase.std()),
+                                                 "share": float(increase.mean() / (first - before).mean())})  # fmt: skip
+            if "mean_square" in found[0]:
+                weights = [len(part["loss"]) for part in found]
+                rows[-1]["sine_rms"] = (sum(w * part["mean_square"] for w, part in zip(weights, found)) / sum(weights)) ** 0.5
+            seconds += sum(part["seconds"] for part in found)
+        more = {"sequences": len(tokens), "length": LENGTH, "before": float(before.mean()), "first_copy": float(first.mean()), "seconds": seconds}
+        return sorted(rows, key=lambda row: [row[column] for column in names]), more
 
     def _frozen(self, name: str) -> pd.DataFrame:
         path = self.folder / f"{name}.parquet"
@@ -231,3 +219,38 @@ class Measures:
         values = {name: value.tolist() for name, value in found.items()}
         return [{"layer": layer, "head": head} | {name: value[layer][head] for name, value in values.items()}
                 for layer in range(len(self.heads.blocks)) for head in range(self.heads.heads)]  # fmt: skip
+
+
+class Progress:
+    """Results of long work, one line of JSON a job: `progress(key, work)` returns what stands there, or does the work and writes it down."""
+
+    def __init__(self, path: Path, identity: dict):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        if lines and json.loads(lines[0]) != identity:
+            raise ValueError(f"{path} belongs to {lines[0]}, expected {json.dumps(identity)}: remove it or use another --into")
+        self.done: dict[tuple, dict] = {}
+        self.new = False
+        for line in lines[1:]:
+            try:
+                key, value = json.loads(line)
+            except ValueError:  # the line that was being written when the run stopped
+                continue
+            self.done[tuple(key)] = value
+        self.file = open(path, "a", encoding="utf-8")
+        self.file.write("\n" if lines else json.dumps(identity) + "\n")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def __call__(self, key: tuple, work: Callable[[], dict]) -> dict:
+        self.new = key not in self.done
+        if self.new:
+            cpu = time.process_time()
+            self.done[key] = work() | {"seconds": round(time.process_time() - cpu, 2)}
+            self.file.write(json.dumps([key, self.done[key]]) + "\n")
+            self.file.flush()
+        return self.done[key]
