@@ -114,12 +114,20 @@ class Outcome:
     calls: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
-    cost: float = 0.0
+    cost: float = 0.0  # spent, and set aside for attempts that failed
+    under_way: int = 0  # calls that have not come back; the most that one can cost is set aside for each
     in_a_row: int = 0
 
     def fail(self, reason: str, told: str = "") -> None:
         self.missing[reason] += 1
         self.example.setdefault(reason, told)
+
+    def take(self, found: dict, price: Price | None) -> None:
+        self.in_a_row = 0
+        self.answered += 1
+        self.input_tokens += found["input_tokens"]
+        self.output_tokens += found["output_tokens"]
+        self.cost += price.of(found["input_tokens"], found["output_tokens"]) if price else 0.0
 
 
 def redacted(text: str) -> str:
@@ -183,47 +191,54 @@ async def attempt(model, item: Item, name: str, manner: Manner) -> dict:
     return language_models.record(item, name, today(), redacted(output.completion), *tokens)
 
 
-async def _answer(model, item: Item, name: str, path: Path, manner: Manner, outcome: Outcome) -> None:
-    at_most = language_models.tokens_at_most(item), manner.max_tokens
-    reserve = manner.price.of(*at_most) if manner.price else 0.0
+async def _may_call(outcome: Outcome, manner: Manner, reserve: float) -> str:
+    """Empty when a call may be made, else the reason. Waits while calls under way hold money that they may not need."""
+    if outcome.in_a_row >= manner.stop_after:
+        return f"not asked: {manner.stop_after} failures in a row"
+    while manner.max_cost is not None and outcome.cost + (outcome.under_way + 1) * reserve > manner.max_cost:
+        if not outcome.under_way:
+            return "not asked: the cost limit is reached"
+        await asyncio.sleep(0.05)
+    return "not asked: the limit of calls is reached" if manner.max_calls is not None and outcome.calls >= manner.max_calls else ""
+
+
+async def _answer(model, item: Item, name: str, path: Path, manner: Manner, outcome: Outcome, reserve: float) -> None:
     for number in range(manner.retries + 1):
-        if outcome.in_a_row >= manner.stop_after:
-            return outcome.fail(f"not asked: {manner.stop_after} failures in a row")
-        if manner.max_cost is not None and outcome.cost + reserve > manner.max_cost:
-            return outcome.fail("not asked: the cost limit is reached")
-        if manner.max_calls is not None and outcome.calls >= manner.max_calls:
-            return outcome.fail("not asked: the limit of calls is reached")
+        refused = await _may_call(outcome, manner, reserve)
+        if refused:
+            return outcome.fail(refused)
         outcome.calls += 1
-        outcome.cost += reserve  # before the call, so that calls side by side stay below the limit together
+        outcome.under_way += 1  # no await since the limits were looked at: calls side by side stay below them together
         try:
             found = await attempt(model, item, name, manner)
-        except Exception as error:  # whatever a provider's client raises: the run goes on with the next item
-            error = cause(error)
+        except Exception as wrapped:  # whatever a provider's client raises: the run goes on with the next item
+            outcome.cost += reserve
+            error = cause(wrapped)
             reason, again = why(error)
-            if not again or number == manner.retries:
-                outcome.in_a_row += 1
-                return outcome.fail(reason, language_models.plain(redacted(str(error)), 200))
-            await asyncio.sleep(manner.first_wait * 2**number * (1 + random.random() / 2))
-            continue
-        language_models.append(path, [found])
-        outcome.in_a_row = 0
-        outcome.answered += 1
-        outcome.input_tokens += found["input_tokens"]
-        outcome.output_tokens += found["output_tokens"]
-        if manner.price:
-            outcome.cost += manner.price.of(found["input_tokens"], found["output_tokens"]) - reserve
-        return None
+        else:
+            language_models.append(path, [found])
+            outcome.take(found, manner.price)
+            return None
+        finally:
+            outcome.under_way -= 1
+        if not again or number == manner.retries:
+            outcome.in_a_row += 1
+            return outcome.fail(reason, language_models.plain(redacted(str(error)), 200))
+        await asyncio.sleep(manner.first_wait * 2**number * (1 + random.random() / 2))
+    return None
 
 
 async def _ask_all(items, path, name, manner, report, spec, model_args) -> Outcome:
     from inspect_ai.model import get_model
 
     outcome, waiting = Outcome(), iter(items)
+    most = max(map(language_models.tokens_at_most, items)), manner.max_tokens
+    reserve = manner.price.of(*most) if manner.price else 0.0
     args = {"max_retries": 0, **model_args} if spec.split("/")[0] in OWN_RETRIES else model_args
 
     async def worker(model):
         for item in waiting:
-            await _answer(model, item, name, path, manner, outcome)
+            await _answer(model, item, name, path, manner, outcome, reserve)
             done = outcome.answered + outcome.missing.total()
             if done % max(1, len(items) // 20) == 0:
                 report(f"{done}/{len(items)} items, {outcome.answered} answered")
