@@ -20,7 +20,7 @@ import sys
 FOLDERS = {
     "paper": {"recipe": "paper", "set": "", "tasks": "number,letter,letter_proper", "seeds": "0-7", "keep": "0,1000,2000,2500,3000,4000",
               "weights": "number-0,letter-0"},
-    "fast": {"recipe": "fast", "set": "", "tasks": "number,letter", "seeds": "0-4", "keep": "0,250,500,1000,1500,2000", "weights": ""},
+    "fast": {"recipe": "fast", "set": "", "tasks": "number,letter", "seeds": "0-4", "keep": "0,250,500,750,1000,1500", "weights": ""},
 }
 RUNS = config.get("runs", "runs")  # where the runs themselves are kept; not part of the repository
 ROPE_HEADS = config.get("command", f"{sys.executable} -m rope_heads")

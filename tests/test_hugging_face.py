@@ -108,3 +108,18 @@ def test_another_activation_is_refused():
     theirs = GPTJForCausalLM(GPTJConfig(vocab_size=9, n_embd=8, n_layer=1, n_head=1, rotary_dim=8, bos_token_id=None, eos_token_id=None))
     with pytest.raises(ValueError, match="exact GELU, got activation_function = 'gelu_new'"):
         Transformer.from_hugging_face(theirs)
+
+
+def test_what_the_first_papers_code_sets_without_saying_so():
+    """Its name for the dropout on embeddings is none of GPT-J's, which keeps its own value, 0; its Trainer clips gradients by default."""
+    import dataclasses
+
+    from transformers import GPTJConfig, TrainingArguments
+
+    from rope_heads.training import RECIPES
+
+    theirs = GPTJConfig(resid_pdrop=0.1, attn_pdrop=0.1, embed_pdrop=0.1)
+    assert (theirs.resid_pdrop, theirs.attn_pdrop, theirs.embd_pdrop) == (0.1, 0.1, 0.0)
+    clip = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}["max_grad_norm"]
+    paper = RECIPES["paper"]
+    assert (paper.dropout, paper.clip) == (theirs.attn_pdrop, clip) and paper.drop_embeddings, "the text drops embeddings too, and so do we"

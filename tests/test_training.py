@@ -364,3 +364,14 @@ def test_an_intervention_resumes_to_the_same_weights(tmp_path, monkeypatch, more
     interrupted(tmp_path / "stopped", monkeypatch, recipe=recipe)
     assert torch.equal(weights(start(tmp_path / "stopped", recipe=recipe).train()), whole)
     assert not torch.equal(whole, weights(start(tmp_path / "plain").train()))
+
+
+def test_dropout_on_embeddings_is_a_choice():
+    assert changed(SHORT, {"drop_embeddings": True}).drop_embeddings is True
+    for bad in (1, "yes", None):
+        with pytest.raises(ValueError, match="drop_embeddings must be of type bool"):
+            changed(SHORT, {"drop_embeddings": bad})
+    tokens = torch.arange(1, 18)[None]
+    for wanted in (False, True):
+        model = Transformer(Config(layers=1, dropout=0.5, drop_embeddings=wanted)).train()
+        assert bool((model.embed(tokens) == 0).any()) is wanted

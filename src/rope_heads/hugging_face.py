@@ -51,7 +51,7 @@ def from_gptj(theirs) -> Transformer:
         raise ValueError(f"the block here uses the exact GELU, got activation_function = {c.activation_function!r}")
     model = Transformer(Config(
         vocab_size=c.vocab_size, layers=c.n_layer, heads=c.n_head, width=c.n_embd, mlp=c.n_inner or 4 * c.n_embd,
-        rotary_dim=c.rotary_dim or c.n_embd // c.n_head, dropout=c.resid_pdrop, norm_eps=c.layer_norm_epsilon,
+        rotary_dim=c.rotary_dim or c.n_embd // c.n_head, dropout=c.resid_pdrop, drop_embeddings=c.embd_pdrop == c.resid_pdrop, norm_eps=c.layer_norm_epsilon,
         init_std=c.initializer_range))  # fmt: skip
     source = {name: t.float() for name, t in theirs.state_dict().items()}
     mapped = {a: source[b] for a, b in ENDS.items()}

@@ -40,11 +40,11 @@ class Config:
     pairing: str = "adjacent"  # GPT-J's layout
     context: int | None = None  # longest input; needed by learned positions only
     bias: bool = False  # on queries, keys, values and output
-    dropout: float = 0.1  # on embeddings, attention and residuals
+    dropout: float = 0.1  # on attention and residuals
     norm_eps: float = 1e-5
     init_std: float = 0.02
     nope_from: int | None = dataclasses.field(default=None, metadata=LATER)  # layers from this one up (0 first) encode no position
-    drop_embeddings: bool = dataclasses.field(default=True, metadata=LATER)  # whether dropout falls on embeddings too
+    drop_embeddings: bool = dataclasses.field(default=True, metadata=LATER)  # and on embeddings
     planes: str = dataclasses.field(default="all", metadata=LATER)  # rotary planes that turn: all, or the "fastest" or "slowest" quarter
 
     def __post_init__(self):
