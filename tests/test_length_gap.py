@@ -9,7 +9,7 @@ import torch
 from models import built
 
 from rope_heads import circuits, length_gap
-from rope_heads.length_gap import PAIRS, VALUES, GapTally, gap_curve, gap_length, look_gaps, performed
+from rope_heads.length_gap import PAIRS, VALUES, GapTally, gap_curve, gap_length, look_gaps, performed, weakest
 from rope_heads.lengths import read
 from rope_heads.tasks import LETTER, NUMBER, Batch
 
@@ -137,6 +137,8 @@ def test_the_curve_is_the_least_over_layers_of_the_mean_over_prompts():
     curve = gap_curve(gaps)
     assert curve.to_dict() == {0: 3.0, 100: 0.0}
     assert gap_curve(gaps, every_look=True).to_dict() == {0: (3.5 - 9) / 2, 100: 0.0}
+    found = weakest(gaps.assign(weight=[0.9, 0.5, 0.7, 0, 0, 0.2, 0.6, 0.4, 0]))
+    assert found.layer.to_dict() == {0: 0, 100: 0} and found.weight.to_dict() == pytest.approx({0: 0.8, 100: 0.3})
 
 
 @pytest.mark.parametrize("curve, length", [({0: 3.0, 100: 1.0, 200: -1.0}, 167.0), ({0: 3.0, 5000: 0.5}, 5017.0), ({0: -0.5, 10: 3.0}, 17.0)])

@@ -146,14 +146,25 @@ def performed(model: Transformer, task: Task, core: Batch) -> tuple[str, Bool[np
 # ---- from gaps to lengths -------------------------------------------------------------------------------------------------------------
 
 
-def gap_curve(gaps: pd.DataFrame, value: str = "gap", every_look: bool = False) -> pd.Series:
-    """One run: mean of `value` over the prompts in which a layer performs a hop, least over these layers, by number of added tokens.
+def look_means(gaps: pd.DataFrame, every_look: bool = False) -> pd.DataFrame:
+    """One run: means of `VALUES` over the prompts in which a layer performs a hop (row: number of added tokens, layer).
 
-    The ledger's own gap takes the looks of the last token; `every_look` takes those of all tokens on the chain.
+    The ledger takes the looks of the last token; `every_look` takes those of all tokens on the chain.
     """
     rows = gaps[gaps.performs & (every_look | (gaps.looker == 0))]
-    total = (rows[value] * rows.prompts).groupby([rows.added, rows.layer]).sum()
-    return (total / rows.groupby(["added", "layer"]).prompts.sum()).groupby("added").min()
+    values, keys = [name for name in VALUES if name in rows], [rows.added, rows.layer]
+    return rows[values].mul(rows.prompts, axis=0).groupby(keys).sum().div(rows.prompts.groupby(keys).sum(), axis=0)
+
+
+def gap_curve(gaps: pd.DataFrame, value: str = "gap", every_look: bool = False) -> pd.Series:
+    """One run: the least of `look_means` over layers, by number of added tokens."""
+    return look_means(gaps, every_look)[value].groupby("added").min()
+
+
+def weakest(gaps: pd.DataFrame) -> pd.DataFrame:
+    """One run: `look_means` of the layer with the least gap, with its number (`layer`), by number of added tokens."""
+    means = look_means(gaps)
+    return means.loc[means.gap.groupby("added").idxmin()].reset_index("layer")
 
 
 def gap_length(curve: pd.Series) -> float:
