@@ -149,3 +149,22 @@ def test_frozen_answers_belong_to_the_items_that_the_package_makes(path):
             words = set(one_hop.items(r["task"], r["window"], r["data_set"], r["setting"])[r["number"]].words[:-1])
             assert 1 <= r["rank"] <= r["candidates"] == len(words) and r["top"] in words
     assert all(json.dumps(r, ensure_ascii=True).isascii() for r in records)
+
+
+def test_the_model_of_limited_reach_is_what_such_a_solver_scores():
+    rng = np.random.default_rng(0)
+    items = [item for seed in range(50) for item in one_hop.items("number", 48, seed)]
+    right = [item.distance <= 10 or rng.choice(item.words[:-1]) == item.answer for item in items]
+    assert abs(np.mean(right) - lm.within_reach(10, 48)) < 4 * np.sqrt(0.2 / len(items))
+    windows = np.array(one_hop.WINDOWS)
+    reach, error = lm.fitted_reach(windows, lm.within_reach(6.3, windows))
+    assert abs(reach - 6.3) < 0.051 and error < 1e-9
+
+
+def test_the_registered_difference_counts_whole_data_sets_only():
+    rows = pd.DataFrame([
+        {"task": t, "setting": "plain", "window": w, "data_set": d, "right": int(t == "letter" and k < 30 + d)}
+        for t in one_hop.TASKS for w in one_hop.WINDOWS for d in range(3) for k in range(40) if not (d == 2 and w == 300 and k == 39)
+    ])  # fmt: skip
+    found = lm.difference_by_data_set(rows)
+    assert found.index.tolist() == [0, 1] and found.tolist() == pytest.approx([30 / 40, 31 / 40])

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rope_heads import language_models, one_hop
+from rope_heads import artefacts, language_models, one_hop
 from rope_heads.language_models import Price
 from rope_heads.one_hop import Item
 
-SMALL = "smollm2"  # SmolLM2-135M-Instruct in this process; the other two routes to the same weights:
+SMALL = language_models.SMALL  # in this process; the other two routes to the same weights:
 SMALL_HTTP, SMALL_HF = "smollm2-http", "smollm2-hf"  # a server on loopback; inspect's local Hugging Face provider
 
 
@@ -38,7 +38,8 @@ def today() -> str:
 def missing_items(items: Sequence[Item], path: Path, model: str) -> list[Item]:
     """Items without an answer of `model` in the file, by prompt hash: a changed prompt is a new question."""
     have = {r["prompt"] for r in language_models.read(path) if r["model"] == model}
-    return [item for item in items if language_models.prompt_hash(item) not in have]
+    wanted = {language_models.prompt_hash(item): item for item in items}  # each once, also when it was named twice
+    return [item for digest, item in wanted.items() if digest not in have]
 
 
 @contextlib.contextmanager
@@ -67,10 +68,12 @@ def ask_small(items: Sequence[Item], path: Path, report: Callable[[str], None], 
 
     with alone(path):
         todo = missing_items(items, path, SMALL)
-        report(f"{len(items) - len(todo)} answers are there, {len(todo)} to make; nothing is paid for")
+        report(f"{len(todo)} answers to make, the others are there; nothing is paid for")
         if not todo:
             return
         small = small or small_model.SmallModel.load()
+        cuts = [{"task": t, "setting": s, "pieces": small.cut(one_hop.row(one_hop.items(t, 12, 0, s)[0]))} for s, tasks in one_hop.SETTINGS.items() for t in tasks]
+        artefacts.write_json(path.with_suffix(".pieces.json"), cuts, artefacts.provenance(f"rope-heads ask --model {SMALL}"))
         cells: dict[tuple, list[Item]] = {}
         for item in todo:
             cells.setdefault((item.task, item.setting, item.window, item.data_set), []).append(item)

@@ -24,6 +24,8 @@ from rope_heads.one_hop import Item
 FIELDS = ("model", "date", "task", "setting", "window", "data_set", "number", "prompt", "answer", "input_tokens", "output_tokens")
 SCREEN_WINDOW, SCREEN = 16, 0.85  # P1, Appendix H: a model must reach this accuracy on Letter
 LONGEST_ANSWER = 2_000  # characters kept of an answer
+PAPER_MODELS = {"GPT 5.4": "openai/gpt-5.4", "GPT 5.5": "openai/gpt-5.5", "Claude Sonnet 3.7": "anthropic/claude-3-7-sonnet-20250219"}  # inspect's names
+SMALL = "smollm2"  # SmolLM2-135M-Instruct on this machine
 INSTALL = "asking language models needs the extra llm: pip install 'rope-heads[llm]'"
 
 
@@ -135,6 +137,17 @@ def table(records: Sequence[dict]) -> pd.DataFrame:
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
 
 
+def answers(where: Path | None = None) -> pd.DataFrame:
+    """`table` of every file of answers: all models that were asked. `off`: (rank - 1) / (candidates - 1), for models that run here.
+
+    `off` is 0 when the right word is the most probable of the window and 1/2 on average when the order says nothing.
+    """
+    rows = table([r for path in sorted((where or folder()).glob("*.jsonl")) for r in read(path)])
+    if "rank" in rows:
+        rows["off"] = (rows["rank"] - 1) / (rows["candidates"] - 1)
+    return rows
+
+
 def accuracy(answers: pd.DataFrame, by: Sequence[str] = ("model", "task", "setting", "window")) -> pd.DataFrame:
     """Mean over data sets, lowest and highest data set, sd over data sets, number of answers: one row for each value of `by`."""
     sets = answers.groupby([*by, "data_set"]).right.agg(["mean", "size"])
@@ -149,7 +162,7 @@ def screened(accuracies: pd.DataFrame, task: str, window: int = SCREEN_WINDOW, l
     return sorted(rows.model)
 
 
-def guessing(task: str, window: int) -> float:
+def guessing(task: str, window):
     """Accuracy of one random word of the window. Number: its letters repeat, 1/window + (1 - 1/window)/26; Letter: 1/window."""
     return 1 / window + (1 - 1 / window) / 26 if task == "number" else 1 / window
 
@@ -160,6 +173,30 @@ def lonely_word(item: Item, rng: np.random.Generator) -> str:
     first = [word[0] for word in window]
     lonely = [word for word in window if first.count(word[0]) == 1]
     return str(rng.choice(lonely or window))
+
+
+def within_reach(reach: float, window, task: str = "number") -> np.ndarray:
+    """Accuracy of a model that is right up to distance `reach` and names a random word of the window beyond; places are uniform."""
+    window = np.asarray(window, float)
+    near = np.minimum(1.0, reach / window)
+    return near + (1 - near) * guessing(task, window)
+
+
+def fitted_reach(window, accuracy) -> tuple[float, float]:
+    """(reach, root mean square error) of `within_reach` for Number, by least squares over reaches 0, 0.1, ..., 300."""
+    reaches = np.arange(0, 300.05, 0.1)
+    errors = [np.sqrt(np.mean((within_reach(r, window) - np.asarray(accuracy)) ** 2)) for r in reaches]
+    return float(reaches[int(np.argmin(errors))]), float(min(errors))
+
+
+def difference_by_data_set(rows: pd.DataFrame, least: int = 24) -> pd.Series:
+    """Letter minus Number, mean accuracy over windows of at least `least` words, for each data set in which all of them are answered."""
+    plain = rows[(rows.setting == "plain") & (rows.window >= least)]
+    cells = plain.pivot_table(index="data_set", columns=["task", "window"], values="right", aggfunc=["mean", "size"])
+    whole = cells["size"].reindex(columns=[(t, w) for t in one_hop.TASKS for w in one_hop.WINDOWS if w >= least])
+    whole = whole[(whole == one_hop.PER_DATA_SET).all(axis=1)].index
+    means = cells["mean"].loc[whole]
+    return (means["letter"].mean(axis=1) - means["number"].mean(axis=1)).rename("difference") if len(whole) else pd.Series(dtype=float)
 
 
 # ---- showing answers -------------------------------------------------------------------------------------------------------------
