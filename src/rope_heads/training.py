@@ -44,7 +44,7 @@ class Recipe:
     beta2: float = 0.999
     weight_decay: float = 1e-4  # not on biases and norms
     dropout: float = 0.1  # on attention and residuals
-    drop_embeddings: bool = True  # and on embeddings, as P1's text says (in its code the setting has no effect, see the log)
+    drop_embeddings: bool = dataclasses.field(default=True, metadata=LATER)  # and on embeddings, as P1's text says (in its code the setting has no effect, see the log)
     clip: float = 1.0  # largest gradient norm, the default of the Trainer that P1's code uses; 0 = no limit
     precision: str = "fp32"  # or "bf16": autocast, worth it only where the processor multiplies bf16 faster
     # what the paper does not do (chapter length_generalization)
