@@ -9,6 +9,9 @@ import json
 import sys
 
 
+TASKS = ("number", "letter", "letter_proper", "letter_12", "letter_12_debiased", "number_64")  # as in audit_tasks.ALL_TASKS
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -91,7 +94,8 @@ def check_data(arguments) -> int:
 def train(arguments) -> int:
     import torch
 
-    from rope_heads.tasks import TASKS
+    from rope_heads import counting
+    from rope_heads.audit_tasks import ALL_TASKS
     from rope_heads.training import RECIPES, Run, configured, run_folder
     from rope_heads.trajectory import Trajectory
 
@@ -101,7 +105,10 @@ def train(arguments) -> int:
     try:
         recipe, config = configured(RECIPES[arguments.recipe], dict(arguments.set))
         folder = run_folder(arguments.runs, arguments.task, recipe.name, arguments.seed)
-        measure = Trajectory(TASKS[arguments.task], arguments.seed, recipe.steps) if arguments.measure else None
+        measure = None
+        if arguments.measure:
+            counts = arguments.task in counting.TASKS
+            measure = counting.Conflicting(arguments.seed) if counts else Trajectory(ALL_TASKS[arguments.task], arguments.seed, recipe.steps)
         run = Run(arguments.task, recipe, arguments.seed, folder, keep=arguments.keep, config=config, device=arguments.device, measure=measure,
                   until=arguments.until, report=lambda line: print(line, flush=True))
         run.train()
@@ -260,7 +267,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Trains one model and writes RUNS/RECIPE/TASK-SEED/: model.safetensors, log.parquet (accuracy by hop count every 50 "
         "steps), run.json, and a checkpoint from which the same command goes on after an interruption. On one core about 10 minutes with "
         "recipe fast and 25 with paper.")
-    command.add_argument("--task", required=True, choices=("number", "letter", "letter_proper"))
+    command.add_argument("--task", required=True, choices=TASKS)
     command.add_argument("--recipe", default="fast", choices=("paper", "fast"), help="paper: the paper's values; fast (default): larger steps, in minutes")
     command.add_argument("--seed", type=whole, default=0, help="fixes initial weights, data, order and dropout (default 0)")
     command.add_argument("--set", metavar="NAME=VALUE", type=parameter, action="append", default=[],
@@ -268,7 +275,7 @@ def build_parser() -> argparse.ArgumentParser:
                          "long_added, index_layers, ...) or of the model (layers, heads, nope_from, planes, ...)")
     command.add_argument("--keep", metavar="STEP", type=whole, nargs="*", default=[], help="also keep the weights after these steps")
     command.add_argument("--until", metavar="ACCURACY", type=positive, help="stop as soon as every hop count reaches this accuracy")
-    command.add_argument("--measure", action="store_true", help="also write measures.parquet: scores of every head at every evaluation")
+    command.add_argument("--measure", action="store_true", help="also write measures.parquet: scores of every head at every evaluation (12-letter tasks: audit.parquet, counting against hopping)")
     command.add_argument("--runs", metavar="DIR", default="runs", help="where runs are written (default runs/)")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     command.add_argument("--threads", type=count, default=1, help="threads of this process (default 1: two runs side by side use two cores best)")
@@ -305,7 +312,7 @@ def build_parser() -> argparse.ArgumentParser:
         "List the new tables with `rope-heads check-data --update`.")
     command.add_argument("--recipe", required=True, nargs="+", help="names of folders under RUNS")
     command.add_argument("--into", metavar="NAME", help="name of the folder under data/runs (default: the first recipe)")
-    command.add_argument("--tasks", nargs="+", choices=("number", "letter", "letter_proper"), help="only runs of these tasks (default: all that are there)")
+    command.add_argument("--tasks", nargs="+", choices=TASKS, help="only runs of these tasks (default: all that are there)")
     command.add_argument("--seeds", nargs="+", type=whole, metavar="SEED", help="only runs of these seeds (default: all that are there)")
     command.add_argument("--weights", nargs="*", default=[], metavar="RUN",
                          help="also keep the final weights of these runs of the first recipe (number-0), in fp16 where that changes no accuracy")

@@ -15,7 +15,8 @@ import torch
 from rope_heads import artefacts, circuits, interventions, scores
 from rope_heads.circuits import READINGS
 from rope_heads.model import Transformer
-from rope_heads.tasks import MAX_HOPS, QUERY, TASKS, WINDOW, Batch, Task
+from rope_heads.audit_tasks import ALL_TASKS
+from rope_heads.tasks import MAX_HOPS, QUERY, WINDOW, Batch, Task
 from rope_heads.training import accuracy_by_hops, first_of_each
 from rope_heads.trajectory import PAPER_TEMPERATURE
 
@@ -253,7 +254,7 @@ def measure_run(folder: Path, report=print) -> dict[str, int]:
         raise ValueError(f"{folder} holds no finished run (no model.safetensors): train it first, or go on with the same command")
     started = time.perf_counter()
     identity, made = artefacts.read_json(folder / "run.json")
-    task, seed, end = TASKS[identity["task"]], identity["seed"], identity["recipe"]["steps"]
+    task, seed, end = ALL_TASKS[identity["task"]], identity["seed"], identity["recipe"]["steps"]
     kept = {int(path.stem.removeprefix("step-")): path for path in sorted(folder.glob("step-*.safetensors"))}
     tables: dict[str, list[dict]] = {name: [] for name in TABLES}
     with torch.inference_mode():

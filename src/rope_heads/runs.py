@@ -9,11 +9,11 @@ from scipy import stats
 
 from rope_heads import artefacts, final
 from rope_heads.model import Transformer
-from rope_heads.tasks import TASKS
+from rope_heads.audit_tasks import ALL_TASKS
 from rope_heads.training import accuracy_by_hops
 
 # file of a run folder -> table of data/runs/<name>; the files of `rope-heads measure` keep their names
-TABLES = {"log": "accuracy", "measures": "heads"} | {name: name for name in (*final.TABLES, "lengths", "gaps")}
+TABLES = {"log": "accuracy", "measures": "heads", "audit": "audit"} | {name: name for name in (*final.TABLES, "lengths", "gaps")}
 FILES = {table: file for file, table in TABLES.items()}
 
 
@@ -87,7 +87,7 @@ def keep_weights(runs: Path, recipe: str, names: list[str], into: str, data: Pat
         tensors = {key: value.half() for key, value in model.state_dict().items()}
         half = Transformer(model.config).eval()
         half.load_state_dict({key: value.float() for key, value in tensors.items()})
-        same = accuracy_by_hops(half, TASKS[identity["task"]].split("test", identity["seed"])) == tests
+        same = accuracy_by_hops(half, ALL_TASKS[identity["task"]].split("test", identity["seed"])) == tests
         told = {"config": json.dumps(identity["config"]), "made by": made["command"], "recipe": json.dumps(identity["recipe"])}
         artefacts.write_tensors((data or artefacts.data_folder()) / "runs" / into / f"{name}.safetensors", tensors if same else model.state_dict(), told)
         report(f"data/runs/{into}/{name}.safetensors: {'fp16, same accuracy' if same else 'fp32, for fp16 changes the accuracy'}")

@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from rope_heads import artefacts
+from rope_heads.audit_tasks import ALL_TASKS
 from rope_heads.index_start import start_as_index
 from rope_heads.model import LATER, Config, Transformer, as_dict
-from rope_heads.tasks import TASKS, Batch
+from rope_heads.tasks import Batch
 
 
 @dataclass(frozen=True)
@@ -105,25 +106,27 @@ class Run:
 
     keep: steps after which weights are kept. config: changes to `Config` (layers, heads, ...); vocabulary and dropout follow from task
     and recipe. until: stop at the first evaluation where every hop count reaches this accuracy (default: go to the last step).
-    measure: called as measure(model, step) at every evaluation; the rows it returns go to `measures.parquet`.
+    measure: called as measure(model, step) at every evaluation; the rows it returns go to `measures.parquet`,
+    or to the table that `measure.table` names.
     """
 
     def __init__(self, task: str, recipe: Recipe, seed: int, folder: str | os.PathLike, *, keep: Iterable[int] = (), config: dict | None = None,
                  device: str = "cpu", evaluate_every: int = 50, tests_per_hop: int = 500, checkpoint_every: int = 250, until: float | None = None,
                  measure: Callable[[Transformer, int], list[dict]] | None = None, report: Callable[[str], None] = print):  # fmt: skip
-        if task not in TASKS:
-            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+        if task not in ALL_TASKS:
+            raise ValueError(f"task must be one of {', '.join(ALL_TASKS)}, got {task!r}")
         if seed < 0:
             raise ValueError(f"seed must be >= 0, got {seed}")
         if evaluate_every < 1 or checkpoint_every < 1:
             raise ValueError(f"evaluate_every and checkpoint_every must be >= 1, got {evaluate_every} and {checkpoint_every}")
-        self.task, self.recipe, self.seed, self.folder, self.keep = TASKS[task], recipe, seed, Path(folder), sorted(set(keep))
+        self.task, self.recipe, self.seed, self.folder, self.keep = ALL_TASKS[task], recipe, seed, Path(folder), sorted(set(keep))
         if self.keep and not 0 <= self.keep[0] <= self.keep[-1] <= recipe.steps:
             raise ValueError(f"kept steps must be between 0 and {recipe.steps}, got {self.keep[0]} to {self.keep[-1]}")
         self.device, self.evaluate_every, self.tests_per_hop, self.checkpoint_every = device, evaluate_every, tests_per_hop, checkpoint_every
         if until is not None and not 0 < until <= 1:
             raise ValueError(f"until must be in (0, 1], got {until}")
         self.measure, self.report, self.until = measure, report, until
+        self.measured = getattr(measure, "table", "measures")
         self.config = Config(**{"vocab_size": self.task.vocabulary_size, "dropout": recipe.dropout,
                                 "drop_embeddings": recipe.drop_embeddings, **(config or {})})  # fmt: skip
         self.identity = {"task": task, "seed": seed, "recipe": as_dict(recipe), "config": as_dict(self.config)}
@@ -155,7 +158,7 @@ class Run:
 
     def _require_files(self, reached: int) -> None:
         """A run that is past a step cannot keep its weights or measure it any more."""
-        wanted = [f"step-{step:05d}.safetensors" for step in self.keep if step <= reached] + ["measures.parquet"] * (self.measure is not None)
+        wanted = [f"step-{step:05d}.safetensors" for step in self.keep if step <= reached] + [f"{self.measured}.parquet"] * (self.measure is not None)
         missing = [name for name in wanted if not (self.folder / name).exists()]
         if missing:
             raise ValueError(f"{self.folder} has reached step {reached} without {', '.join(missing)}: remove the folder to train again with them")
@@ -264,7 +267,7 @@ class Run:
     def _write_tables(self) -> None:
         artefacts.write_parquet(self.folder / "log.parquet", pd.DataFrame(self.log), self._origin())
         if self.measures:
-            artefacts.write_parquet(self.folder / "measures.parquet", pd.DataFrame(self.measures), self._origin())
+            artefacts.write_parquet(self.folder / f"{self.measured}.parquet", pd.DataFrame(self.measures), self._origin())
 
     def _claim_folder(self) -> None:
         path = self.folder / "run.json"
@@ -296,7 +299,7 @@ class Run:
                 _, i, key = name.split(".")
                 state.setdefault(int(i), {})[key] = tensor
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-        for rows, name in ((self.log, "log"), (self.measures, "measures")):
+        for rows, name in ((self.log, "log"), (self.measures, self.measured)):
             path = self.folder / f"{name}.parquet"
             if path.exists():  # rows later than the checkpoint will be made again
                 rows += [row for row in artefacts.read_parquet(path)[0].to_dict("records") if row["step"] <= self.step]
