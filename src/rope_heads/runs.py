@@ -18,12 +18,13 @@ FILES = {table: file for file, table in TABLES.items()}
 
 
 def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None, partial: bool = False,
-            tasks: list[str] | None = None, seeds: list[int] | None = None) -> dict[str, int]:  # fmt: skip
+            tasks: list[str] | None = None, seeds: list[int] | None = None, only: list[str] | None = None) -> dict[str, int]:  # fmt: skip
     """Joins the finished runs under runs/<recipe>/ into data/runs/<into>/{accuracy,heads,...}.parquet; rows of each table.
 
     Columns recipe, task and seed come first. The provenance lists every run: command, versions, seconds, last step. A run
     that is not finished is an error, unless `partial` takes it as far as it got (calibration needs no more; a verdict does).
     tasks, seeds: only these (default: all that are there); where both are given, each run that they name must be there.
+    only: these tables alone (default: all that were measured).
     """
     for name in (into, *recipes):
         if name in ("", ".", "..") or "/" in name or "\\" in name:
@@ -47,7 +48,7 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
         identity = artefacts.read_json(folder / "run.json")[0]
         origins.append(artefacts.read_parquet(folder / "log.parquet")[1])
         for file, table in TABLES.items():
-            if (folder / f"{file}.parquet").exists():
+            if (not only or table in only) and (folder / f"{file}.parquet").exists():
                 frame = artefacts.read_parquet(folder / f"{file}.parquet")[0]
                 for place, (name, value) in enumerate((("recipe", identity["recipe"]["name"]), ("task", identity["task"]), ("seed", identity["seed"]))):
                     frame.insert(place, name, value)
@@ -57,7 +58,7 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
             lacking = [str(folder.relative_to(runs)) for folder in folders if not (folder / f"{FILES[table]}.parquet").exists()]
             raise ValueError(f"table {table} is there for some runs and missing for {', '.join(lacking)}: measure them (rope-heads {'lengths' if table in ('lengths', 'gaps') else 'measure'} --run)")
     command = f"rope-heads collect --into {into} --recipe " + " ".join(recipes) + " --partial" * partial
-    command += "".join(f" --{name} {' '.join(map(str, chosen))}" for name, chosen in (("tasks", tasks), ("seeds", seeds)) if chosen)
+    command += "".join(f" --{name} {' '.join(map(str, chosen))}" for name, chosen in (("tasks", tasks), ("seeds", seeds), ("only", only)) if chosen)
     told = artefacts.provenance(command, round(sum(made["seconds"] for made in origins), 1), runs=origins)
     for table, parts in frames.items():
         frame = pd.concat(parts, ignore_index=True).sort_values(["recipe", "task", "seed", "step"], kind="stable", ignore_index=True)
