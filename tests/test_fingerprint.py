@@ -112,9 +112,9 @@ def test_frozen_spectra_and_scores_of_smollm2_come_out_again(smollm2):
     measures._model = model
     prompts = measures._binding()
     embedded = model.get_input_embeddings()(prompts.tokens)  # enters layer 0
-    found = binding.head_scores(heads, 0, embedded)
+    found = binding.head_scores(heads, 0, embedded, prompts.sentences)
     scores = frozen("smollm2", "scores").set_index(["layer", "head"])
-    for name in ("positional", "symbolic"):
+    for name in ("positional", "symbolic", "positional_sentences", "symbolic_no_first"):
         assert np.allclose(found[name].numpy(), scores.loc[0, name], atol=1e-4), name
 
 

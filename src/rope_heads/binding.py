@@ -20,11 +20,18 @@ COLOURS = ("red", "blue", "green", "yellow", "black", "white", "brown", "pink", 
 
 
 class Prompts(NamedTuple):
-    """tokens [prompt, position], the last one " likes"; answer: position of the right colour; colours: positions of all colours [prompt, pair]."""
+    """tokens [prompt, position], the last one " likes"; answer: position of the right colour; colours: positions of all colours [prompt, pair].
+
+    sentences: positions of each sentence's tokens [pair, size], the same in all prompts.
+    """
 
     tokens: Int[Tensor, "prompt position"]
     answer: Int[Tensor, "prompt"]
     colours: Int[Tensor, "prompt pair"]
+    sentences: Int[Tensor, "pair size"]
+
+    def first(self, count: int) -> "Prompts":
+        return Prompts(self.tokens[:count], self.answer[:count], self.colours[:count], self.sentences)
 
 
 def prompts(tokenizer, bos: int, count: int = 256, pairs: int = 5, seed: int = 0) -> Prompts:
@@ -55,7 +62,8 @@ def prompts(tokenizer, bos: int, count: int = 256, pairs: int = 5, seed: int = 0
         rows.append([*row, *ask, who[asked], *like, who[asked], *likes])
         answers.append(place[asked])
         places.append(place)
-    return Prompts(torch.tensor(rows), torch.tensor(answers), torch.tensor(places))
+    size = 1 + len(likes) + 1 + len(stop)
+    return Prompts(torch.tensor(rows), torch.tensor(answers), torch.tensor(places), 1 + torch.arange(pairs * size).view(pairs, size))
 
 
 def accuracy(model: nn.Module, p: Prompts) -> tuple[float, float]:
@@ -75,17 +83,38 @@ def streams(model: nn.Module, p: Prompts, batch: int = 64) -> tuple[Float[Tensor
     return tuple(torch.cat(layer) for layer in zip(*parts))
 
 
+def block_table(table: Float[Tensor, "... content slot"], blocks: Int[Tensor, "block size"]) -> Float[Tensor, "... content slot"]:
+    """A table of logits for whole blocks of tokens, ready for `scores.positional_symbolic`: entry [A, B] is the logarithm of what block A's
+    tokens together would weigh in block B's slots, each in its own place. Its last row and column hold all other tokens, which stay.
+
+    P0 scores swaps of blocks and compares block means; means of equal blocks are sums up to a factor, which the cosine does not see (pass
+    temperature x size to keep P0's weights).
+    """
+    content, slot = blocks[:, None, :], blocks[None, :, :]
+    inner = table[..., content, slot].logsumexp(-1)  # [..., block, block]
+    others = torch.ones(table.shape[-1], dtype=torch.bool)
+    others[blocks.flatten()] = False
+    out = inner.new_full((*inner.shape[:-2], len(blocks) + 1, len(blocks) + 1), -torch.inf)
+    out[..., :-1, :-1] = inner
+    out[..., -1, -1] = table.diagonal(dim1=-2, dim2=-1)[..., others].logsumexp(-1)
+    return out
+
+
 @torch.no_grad()
-def head_scores(heads: Heads, layer: int, hidden: Float[Tensor, "prompt position width"]) -> dict[str, Float[Tensor, "head"]]:
+def head_scores(heads: Heads, layer: int, hidden: Float[Tensor, "prompt position width"],
+                sentences: Int[Tensor, "pair size"]) -> dict[str, Float[Tensor, "head"]]:  # fmt: skip
     """Mean scores of one layer's heads, query = last token, all pair swaps before it (as `scores.positional_symbolic`); `_sd` over prompts.
 
     `_no_first` leaves the first token out of the swaps: heads park unused attention there, and at the paper's temperature the swap that moves
-    most mass decides. `_centred` subtracts the uniform attention. `movable`: attention that swaps can move, with and without the first token.
+    most mass decides. `_sentences` swaps whole sentences, as P0 swaps blocks. `_centred` subtracts the uniform attention. `movable`: attention
+    that swaps can move, with and without the first token.
     """
     table = swap_logits(heads, layer, hidden).double()  # [prompt, head, content, slot]
     first = table[..., 1:, 1:]
     found = dict(zip(("positional", "symbolic"), positional_symbolic(table)))
     found |= dict(zip(("positional_no_first", "symbolic_no_first"), positional_symbolic(first)))
+    by_sentence = positional_symbolic(block_table(table, sentences), 1e-4 * sentences.shape[1])
+    found |= dict(zip(("positional_sentences", "symbolic_sentences"), by_sentence))
     found |= dict(zip(("positional_centred", "symbolic_centred"), centred_scores(table)))
     movable = movable_mass(table)
     on_first = table.diagonal(dim1=-2, dim2=-1).softmax(-1)[..., 0]

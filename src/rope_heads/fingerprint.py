@@ -141,14 +141,14 @@ class Measures:
     def _scores(self):
         prompts = self._binding()
         streams = binding.streams(self.model, prompts)
-        found = [binding.head_scores(self.heads, layer, hidden) for layer, hidden in enumerate(streams)]
+        found = [binding.head_scores(self.heads, layer, hidden, prompts.sentences) for layer, hidden in enumerate(streams)]
         colour, token = binding.accuracy(self.model, prompts)
         more = {"prompts": self.prompts, "example": self._example(prompts.tokens[0].tolist()), "right_colour": colour, "right_token": token}
         return self._by_head({name: torch.stack([layer[name] for layer in found]) for name in found[0]}), more
 
     def _planes(self):
         prompts = self._binding()
-        prompts = binding.Prompts(*(part[: self.plane_prompts] for part in prompts))
+        prompts = prompts.first(self.plane_prompts)
         rows = []
         for layer, hidden in enumerate(binding.streams(self.model, prompts)):
             found = {name: value.tolist() for name, value in binding.plane_scores(self.heads, layer, hidden).items()}
