@@ -3,6 +3,7 @@
     snakemake -n data                                    what would be done
     snakemake -c2 data                                   all of it, two jobs at a time, one thread each
     snakemake -c2 fast                                   the tables of one folder of data/runs
+    snakemake -c2 lengths                                long inputs: all runs measured, 27 more trained under interventions
     snakemake -c2 data --config recipe=fast seeds=0-1    fewer runs (also tasks=number,letter keep=0,1000 set=dropout=0.1 weights=number-0 runs=FOLDER)
 
 On a cluster with shared files any executor of Snakemake's takes the jobs, here with a submit command of your own:
@@ -22,6 +23,10 @@ FOLDERS = {
               "weights": "number-0,letter-0"},
     "fast": {"recipe": "fast", "set": "", "tasks": "number,letter", "seeds": "0-4", "keep": "0,250,500,750,1000,1500", "weights": ""},
 }
+# Long inputs: what `rope-heads lengths` measures of each run, seeds 0 to 2 also under changes at test time; and the interventions in training.
+LENGTHS = "main readings kinds"
+INTERVENTIONS = {"nope_from=4": "number,letter", "planes=fastest": "number,letter", "planes=slowest": "number,letter",
+                 "long_share=0.05": "number,letter", "index_layers=4": "number"}
 RUNS = config.get("runs", "runs")  # where the runs themselves are kept; not part of the repository
 ROPE_HEADS = config.get("command", f"{sys.executable} -m rope_heads")
 
@@ -55,15 +60,18 @@ TABLES = {name: f"data/runs/{name}/mechanism.parquet" for name in CHOSEN}  # the
 shell.prefix("set -euo pipefail; export OMP_NUM_THREADS=1; ")
 wildcard_constraints:
     task="[a-z_]+", seed=r"\d+",
-localrules: data, manifest
+localrules: data, manifest, lengths
+
+LONG = [f"data/runs/{name}/lengths.parquet" for name in ("lengths", "interventions")]
+ALL = [*TABLES.values(), *(LONG if list(CHOSEN) == list(FOLDERS) else [])]  # chosen runs alone have no tables of long inputs
 
 
 rule data:
-    input: TABLES.values(), "data/manifest.json"
+    input: ALL, "data/manifest.json"
 
 
 rule manifest:
-    input: TABLES.values()
+    input: ALL
     output: "data/manifest.json"
     threads: 1
     shell: "{ROPE_HEADS} check-data --update"
@@ -105,3 +113,52 @@ for NAME, FOLDER in CHOSEN.items():  # rules of their own for each folder: a wil
         threads: 1
         resources: mem_mb=3000, runtime=60
         shell: "{ROPE_HEADS} collect --recipe {params[0]} --into {params[1]} --tasks {params[2]} --seeds {params[3]} --weights {params[4]} --runs {RUNS}"
+
+
+# ---- long inputs ----------------------------------------------------------------------------------------------------------------------
+
+
+def measured(recipes: dict[str, str], seeds) -> list[str]:
+    """The marks of runs that are measured on long inputs, for recipes and their tasks."""
+    return [f"{RUNS}/{recipe}/{task}-{seed}/lengths.done" for recipe, tasks in recipes.items() for task in listed(tasks)
+            for seed in (seeds or listed(FOLDERS[recipe]["seeds"]))]  # fmt: skip
+
+
+UNTOUCHED = {name: folder["tasks"] for name, folder in FOLDERS.items()}
+CHANGED = {f"fast,{change}": tasks for change, tasks in INTERVENTIONS.items()}
+
+
+rule lengths:
+    input: LONG
+    shell: "{ROPE_HEADS} check-data --update"
+
+rule train_intervention:
+    output: RUNS + "/{recipe}/{task}-{seed}/model.safetensors"
+    wildcard_constraints: recipe="fast,[a-z_]+=[a-z0-9.]+"
+    params: lambda wildcards: wildcards.recipe.partition(",")[2]
+    threads: 1
+    resources: mem_mb=3000, runtime=720
+    shell: "{ROPE_HEADS} train --task {wildcards.task} --recipe fast --seed {wildcards.seed} --set {params[0]} --runs {RUNS}"
+
+# a mark instead of the tables: Snakemake would remove these before an interrupted measurement goes on
+rule lengths_of_a_run:
+    input: RUNS + "/{recipe}/{task}-{seed}/model.safetensors"
+    output: touch(RUNS + "/{recipe}/{task}-{seed}/lengths.done")
+    params: lambda wildcards: "short" if "," in wildcards.recipe else LENGTHS + " changes" * (int(wildcards.seed) < 3)
+    threads: 1
+    resources: mem_mb=3000, runtime=240
+    shell: "{ROPE_HEADS} lengths --run {RUNS}/{wildcards.recipe}/{wildcards.task}-{wildcards.seed} --what {params[0]}"
+
+rule collect_lengths:
+    input: measured(UNTOUCHED, None)
+    output: "data/runs/lengths/lengths.parquet", "data/runs/lengths/gaps.parquet"
+    params: recipes=list(UNTOUCHED), seeds=listed("0-7")
+    threads: 1
+    shell: "{ROPE_HEADS} collect --recipe {params.recipes} --into lengths --only lengths gaps --seeds {params.seeds} --runs {RUNS}"
+
+rule collect_interventions:
+    input: measured(CHANGED, listed("0-2"))
+    output: "data/runs/interventions/lengths.parquet", "data/runs/interventions/accuracy.parquet"
+    params: recipes=list(CHANGED), seeds=listed("0-2")
+    threads: 1
+    shell: "{ROPE_HEADS} collect --recipe {params.recipes} --into interventions --only lengths accuracy --seeds {params.seeds} --runs {RUNS}"

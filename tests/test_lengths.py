@@ -226,6 +226,24 @@ def test_more_settings_join_the_table_and_other_weights_empty_it(run, few, tmp_p
     assert lengths.measure_run(folder, [], added=[60, 2, 0], report=lambda line: None) == 20
 
 
+def test_collect_joins_the_tables_of_lengths(run, few, tmp_path):
+    """Of two runs, and of them only what is asked for; a run that lacks a table is named with the command that makes it."""
+    import shutil
+
+    from rope_heads import runs
+
+    first = copied(run, tmp_path / "runs" / "tiny")
+    second = shutil.copytree(first, first.with_name("number-1"))
+    lengths.measure_run(first, report=lambda line: None)
+    with pytest.raises(ValueError, match=r"missing for tiny/number-1: measure them \(rope-heads lengths --run\)"):
+        runs.collect(tmp_path / "runs", ["tiny"], "lengths", tmp_path / "data", only=["lengths"])
+    lengths.measure_run(second, report=lambda line: None)
+    assert runs.collect(tmp_path / "runs", ["tiny"], "lengths", tmp_path / "data", only=["lengths", "gaps"])["lengths"] == 32
+    table, origin = artefacts.read_parquet(tmp_path / "data" / "runs" / "lengths" / "lengths.parquet")
+    assert table.columns[:4].tolist() == ["recipe", "task", "seed", "step"] and origin["command"].endswith("--recipe tiny --only lengths gaps")
+    assert sorted(path.name for path in (tmp_path / "data" / "runs" / "lengths").iterdir()) == ["gaps.parquet", "lengths.parquet"]
+
+
 def test_a_length_beyond_memory_is_named_before_anything_is_allocated(run, tmp_path):
     folder = copied(run, tmp_path)
     with pytest.raises(ValueError, match=r"100000000000 added tokens need about [\d.]+ GB, [\d.]+ GB are free"):

@@ -132,14 +132,16 @@ def test_a_cluster_is_given_every_job_but_the_last_step(checkout):
 
 
 def test_the_whole_graph_is_what_the_issue_asks_for(checkout):
-    """A dry run without changes: 8 seeds x 3 tasks and 5 seeds x 2 tasks."""
+    """A dry run without changes: 8 seeds x 3 tasks and 5 seeds x 2 tasks, and 3 seeds of each intervention."""
     done = subprocess.run([sys.executable, "-m", "snakemake", "-n", "-p", "data"], cwd=checkout, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(checkout / "src"), "HOME": str(checkout), "XDG_CACHE_HOME": str(checkout)})
     assert done.returncode == 0, done.stderr
     trained = {tuple(line.split("rope_heads ")[1].split()[1:7]) for line in done.stdout.splitlines() if "rope_heads train" in line}
     expected = {("--task", task, "--recipe", "paper", "--seed", str(seed)) for task in ("number", "letter", "letter_proper") for seed in range(8)}
     expected |= {("--task", task, "--recipe", "fast", "--seed", str(seed)) for task in ("number", "letter") for seed in range(5)}
-    assert trained == expected and done.stdout.count("rope_heads measure") == 34 and done.stdout.count("rope_heads collect") == 2
+    assert trained == expected and done.stdout.count("rope_heads measure") == 34 and done.stdout.count("rope_heads collect") == 4
+    changed = [line for line in done.stdout.splitlines() if "rope_heads train" in line and "--set" in line]
+    assert len(changed) == 27 and done.stdout.count("rope_heads lengths") == 34 + 27, "at most 40 models more, and each is measured on long inputs"
 
 
 def test_a_recipe_that_does_not_exist_is_named(checkout):
