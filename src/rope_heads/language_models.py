@@ -191,12 +191,13 @@ def fitted_reach(window, accuracy) -> tuple[float, float]:
 
 def difference_by_data_set(rows: pd.DataFrame, least: int = 24) -> pd.Series:
     """Letter minus Number, mean accuracy over windows of at least `least` words, for each data set in which all of them are answered."""
-    plain = rows[(rows.setting == "plain") & (rows.window >= least)]
-    cells = plain.pivot_table(index="data_set", columns=["task", "window"], values="right", aggfunc=["mean", "size"])
-    whole = cells["size"].reindex(columns=[(t, w) for t in one_hop.TASKS for w in one_hop.WINDOWS if w >= least])
-    whole = whole[(whole == one_hop.PER_DATA_SET).all(axis=1)].index
-    means = cells["mean"].loc[whole]
-    return (means["letter"].mean(axis=1) - means["number"].mean(axis=1)).rename("difference") if len(whole) else pd.Series(dtype=float)
+    cells = rows[(rows.setting == "plain") & (rows.window >= least)].groupby(["data_set", "task", "window"]).right
+    wanted = [(task, window) for task in one_hop.TASKS for window in one_hop.WINDOWS if window >= least]
+    sizes, means = cells.size().unstack([1, 2]).reindex(columns=wanted), cells.mean().unstack([1, 2])
+    whole = sizes.index[(sizes == one_hop.PER_DATA_SET).all(axis=1)]
+    if not len(whole):
+        return pd.Series(dtype=float, name="difference")
+    return (means.loc[whole, "letter"].mean(axis=1) - means.loc[whole, "number"].mean(axis=1)).rename("difference")
 
 
 # ---- showing answers -------------------------------------------------------------------------------------------------------------
