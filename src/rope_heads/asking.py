@@ -7,10 +7,12 @@ set aside before it is made, attempts that fail count as paid, and calls that wo
 import asyncio
 import contextlib
 import datetime
+import hashlib
 import importlib.util
 import os
 import random
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,10 +46,9 @@ def missing_items(items: Sequence[Item], path: Path, model: str) -> list[Item]:
 
 @contextlib.contextmanager
 def alone(path: Path):
-    """Holds a lock beside the file: two processes would ask, and pay for, the same items. The system releases it with the process."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock_path = path.with_name(f".{path.stem}.lock")
-    with open(lock_path, "w") as lock:
+    """One process for a file: two would ask, and pay for, the same items. The lock lies in the folder for temporary files and ends with the process."""
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    with open(Path(tempfile.gettempdir()) / f"rope-heads-{name}.lock", "w") as lock:
         with contextlib.suppress(ImportError):  # Windows
             import fcntl
 
@@ -55,10 +56,7 @@ def alone(path: Path):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(f"another process is writing {path}: wait for it or stop it") from None
-        try:
-            yield
-        finally:
-            lock_path.unlink(missing_ok=True)
+        yield
 
 
 def ask_small(items: Sequence[Item], path: Path, report: Callable[[str], None], small=None) -> None:
@@ -319,8 +317,6 @@ def ask_small_http(items: Sequence[Item], path: Path, manner: Manner, report: Ca
 def ask_small_hf(items: Sequence[Item], path: Path, manner: Manner, report: Callable[[str], None], small=None) -> Outcome:
     """SmolLM2 through inspect's local Hugging Face provider, from a temporary folder with the weights as plain numbers."""
     need("inspect_ai", "transformers", "gguf", "accelerate")
-    import tempfile
-
     from rope_heads import small_model
 
     small = small or small_model.SmallModel.load()
