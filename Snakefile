@@ -20,7 +20,7 @@ import sys
 # `keep`: steps whose weights are kept beside the run, and measured too. `weights`: runs whose final weights go to data/ (5 MB each).
 FOLDERS = {
     "paper": {"recipe": "paper", "set": "", "tasks": "number,letter,letter_proper", "seeds": "0-7", "keep": "0,1000,2000,2500,3000,4000",
-              "weights": "number-0,letter-0"},
+              "weights": "number-0,number-1,number-2,letter-0,letter-1,letter-2"},
     "fast": {"recipe": "fast", "set": "", "tasks": "number,letter", "seeds": "0-4", "keep": "0,250,500,750,1000,1500", "weights": ""},
 }
 # Long inputs: what `rope-heads lengths` measures of each run, seeds 0 to 2 also under changes at test time; and the interventions in training.
