@@ -14,6 +14,7 @@ The rules are the paper's; wording and examples are this project's.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from string import ascii_lowercase
 
 import numpy as np
@@ -141,12 +142,16 @@ def prompt(item: Item) -> list[dict[str, str]]:
     rule = RULES[item.setting if item.setting in RULES else item.task]
     joined = SEPARATORS.get(item.setting, (" ", "spaces"))[1]
     chat = [{"role": "user", "content": f"You get rows of words, separated by {joined}. {rule} Write the answer and nothing else.\n\n"}]
-    for window in EXAMPLE_WINDOWS:
-        example = items(item.task, window, EXAMPLE_DATA_SET, item.setting, 3)[2]
+    for example in _examples(item.task, item.setting):
         chat[-1]["content"] += row(example)
         chat += [{"role": "assistant", "content": example.answer}, {"role": "user", "content": ""}]
     chat[-1]["content"] = row(item)
     return chat
+
+
+@cache
+def _examples(task: str, setting: str) -> tuple[Item, ...]:
+    return tuple(items(task, window, EXAMPLE_DATA_SET, setting, 3)[2] for window in EXAMPLE_WINDOWS)
 
 
 def row(item: Item) -> str:
