@@ -38,7 +38,7 @@ def test_every_table_has_its_rows_and_says_where_it_comes_from(made):
     assert rows["detectors"] == rows["spectra"] == rows["phase"] == 12 and rows["control"] == controlled * 2 * 2 and rows["composition"] in range(12, 37, 6)
     for name in rows:
         frame, told = artefacts.read_parquet(measures.folder / f"{name}.parquet")
-        assert told["command"].endswith(f"--into tiny --only {name}") and told["seconds"] >= 0 and told["versions"]["torch"]
+        assert told["command"].endswith(f"--into tiny --only {name}" + " --ablated 3" * (name in ("phase", "control"))) and told["seconds"] >= 0 and told["versions"]["torch"]
         assert frame.drop(columns=["tokens", "kind"], errors="ignore").apply(np.isfinite).all(axis=None)
     spectra = artefacts.read_parquet(measures.folder / "spectra.parquet")[0].set_index(["layer", "head"])
     w_q, w_k = measures.heads.blocks[1].folded()

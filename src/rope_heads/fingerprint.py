@@ -29,14 +29,14 @@ TABLES = {  # file -> what a row is
 }
 ROTARY, SPOKEN = ("scores", "planes", "phase", "control"), ("scores", "planes")  # need RoPE; need a tokenizer of text
 LENGTH = 64  # of r
-BLOCK = 4  # sequences that are ablated together
+ABLATED, BLOCK = 16, 4  # sequences of the phase ablation, and how many of them run together
 STRONGEST = 5  # heads by phase effect and by previous-token attention that get controls
 
 
 class Measures:
     """Loads a model once, on demand, and makes its tables. `into` names the folder under data/runs; progress lies in runs/<into>."""
 
-    def __init__(self, source: str, into: str, revision: str | None = None, *, sequences: int = 200, ablated: int = 16, draws: int = 300,
+    def __init__(self, source: str, into: str, revision: str | None = None, *, sequences: int = 200, ablated: int = ABLATED, draws: int = 300,
                  prompts: int = 256, plane_prompts: int = 64, control_draws: int = 5, data: Path | None = None, progress: Path | None = None,
                  report: Callable[[str], None] = print):  # fmt: skip
         if into in ("", ".", "..") or "/" in into or "\\" in into:
@@ -77,6 +77,8 @@ class Measures:
             start, cpu = time.perf_counter(), time.process_time()
             found, more = getattr(self, f"_{name}")()
             command = f"rope-heads fingerprint --model {self.source} --into {self.into} --only {name}" + (f" --revision {self.revision}" if self.revision else "")
+            if name in ("phase", "control") and self.ablated != ABLATED:
+                command += f" --ablated {self.ablated}"
             origin = artefacts.provenance(command, round(more.pop("seconds", time.process_time() - cpu), 1), 0, model=str(self.source), **more)
             artefacts.write_parquet(self.folder / f"{name}.parquet", pd.DataFrame(found), origin)
             rows[name] = len(found)
