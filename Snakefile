@@ -24,7 +24,7 @@ FOLDERS = {
     "fast": {"recipe": "fast", "set": "", "tasks": "number,letter", "seeds": "0-4", "keep": "0,250,500,750,1000,1500", "weights": ""},
 }
 # Long inputs: what `rope-heads lengths` measures of each run, seeds 0 to 2 also under changes at test time; and the interventions in training.
-LENGTHS = "main readings kinds"
+LENGTHS = {"paper": "main readings kinds", "fast": "main"}
 INTERVENTIONS = {"nope_from=4": "number,letter", "planes=fastest": "number,letter", "planes=slowest": "number,letter",
                  "long_share=0.05": "number,letter", "index_layers=4": "number"}
 RUNS = config.get("runs", "runs")  # where the runs themselves are kept; not part of the repository
@@ -144,7 +144,7 @@ rule train_intervention:
 rule lengths_of_a_run:
     input: RUNS + "/{recipe}/{task}-{seed}/model.safetensors"
     output: touch(RUNS + "/{recipe}/{task}-{seed}/lengths.done")
-    params: lambda wildcards: "short" if "," in wildcards.recipe else LENGTHS + " changes" * (int(wildcards.seed) < 3)
+    params: lambda wildcards: "short" if "," in wildcards.recipe else LENGTHS[wildcards.recipe] + " changes" * (int(wildcards.seed) < 3)
     threads: 1
     resources: mem_mb=3000, runtime=240
     shell: "{ROPE_HEADS} lengths --run {RUNS}/{wildcards.recipe}/{wildcards.task}-{wildcards.seed} --what {params[0]}"

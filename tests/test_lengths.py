@@ -1,6 +1,8 @@
 """Long inputs: one pass for all lengths against each input alone, against Hugging Face, against logits written out; counting, resuming, refusals."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
@@ -251,6 +253,30 @@ def test_a_length_beyond_memory_is_named_before_anything_is_allocated(run, tmp_p
     lengths.check_memory(Config(), 5_000, free=2**30)
     with pytest.raises(ValueError, match="5000 added tokens need about"):
         lengths.check_memory(Config(), 5_000, free=2**20)
+
+
+PEAK = """
+import resource, torch
+from rope_heads import lengths
+from rope_heads.model import Config, Transformer
+from rope_heads.tasks import NUMBER, Batch
+torch.set_num_threads(1)
+added, config = 20_000, Config(layers=3)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+drawn = lengths.sequences(NUMBER, 0, 0, "own", added)
+drawn = lengths.Sequences(Batch(*(column[:1] for column in drawn.core)), drawn.prefix[:1])
+lengths.right_answers(Transformer(config).eval(), drawn, (0, added))
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) * 1024, lengths.memory_needed(config, added))
+"""
+
+
+def test_memory_is_what_the_estimate_says():
+    """One prompt of 20,017 tokens; a single attention matrix over all positions would take 1.6 GB."""
+    pytest.importorskip("resource")
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    taken, estimate = map(int, done.stdout.split())
+    assert estimate / 4 < taken < 1.2 * estimate < 0.5e9, (taken, estimate)
 
 
 def test_bad_values_are_named(run, tmp_path):

@@ -115,10 +115,10 @@ def _mlp(block, hidden: Tensor) -> Tensor | int:
 
 
 def memory_needed(config: Config, added: int) -> int:
-    """Bytes that one pass over the longest of `added` tokens takes at its peak, an estimate from above: about 15 arrays of the stream's size,
-    and the random numbers of a block of sequences."""
-    stream = 4 * max(config.width, config.heads * config.d_head) * (added + LENGTH) * prompts_at_once(added)
-    return 15 * stream + 6 * 8 * (added + LENGTH) * BLOCK * MAX_HOPS
+    """Bytes that one pass over `added` tokens takes at its peak, a little more than was seen: 22 arrays of the size of the stream, the rotary
+    tables of every layer, and the random numbers of a block of sequences. It grows with the length, not with its square."""
+    position = 4 * max(config.width, config.heads * config.d_head)
+    return (added + LENGTH) * (position * 22 * prompts_at_once(added) + 4 * config.rotary_dim * config.layers + 6 * 8 * BLOCK * MAX_HOPS)
 
 
 def memory_free() -> int:
