@@ -123,6 +123,7 @@ def test_rows_keep_what_is_shown_and_what_is_performed(monkeypatch):
     assert rows[["added", "layer", "hops", "looker", "target", "performs"]].values.tolist() == [
         [added, *look] for added in (0, 50) for look in ([0, 1, 0, 1, True], [1, 4, 0, 3, False])]  # fmt: skip
     assert (rows.gap == 0.5).all() and set(VALUES) <= set(rows.columns) and rows.planes.iloc[0].shape == (8,)
+    assert rows.planes.isna().tolist() == [False, True] * 2, "planes take most of the room"
 
 
 def table(rows) -> pd.DataFrame:

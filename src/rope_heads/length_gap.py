@@ -102,7 +102,7 @@ class GapTally:
             self.sums[name][length, layer, :, :, : len(pairs)] += torch.einsum("pzk,pkh...->hzk...", groups, value.double()).numpy()
 
     def rows(self, task: Task, core: Batch) -> pd.DataFrame:
-        """One row a length, layer, head, hop count and look: means over prompts; `planes` adds up to `gap`.
+        """One row a length, layer, head, hop count and look: means over prompts; `planes` (of looks that are performed) adds up to `gap`.
 
         core: the prompts without added tokens, which say who performs which step (`performs`, of the reading that they follow more often).
         Other looks are left out when fewer than `SHOWN` of the prompts show them at training length.
@@ -115,7 +115,7 @@ class GapTally:
         kept = (self.sums["prompts"][base] > 0) & (performs | (means["ahead"][base] >= SHOWN))  # [layer, head, hops, pair]
         rows = [{"added": added, "layer": layer, "head": head, "hops": h + 1, "looker": PAIRS[k][0], "target": PAIRS[k][1], "reading": reading,
                  "performs": bool(performs[layer, head, h, k]), "prompts": int(self.sums["prompts"][i, layer, head, h, k])}
-                | {name: float(means[name][i, layer, head, h, k]) for name in VALUES} | {"planes": planes[i, layer, head, h, k]}
+                | {name: float(means[name][i, layer, head, h, k]) for name in VALUES} | {"planes": planes[i, layer, head, h, k] if performs[layer, head, h, k] else None}
                 for i, added in enumerate(self.added) for layer, head, h, k in np.argwhere(kept)]  # fmt: skip
         return pd.DataFrame(rows).astype(dict.fromkeys(VALUES, np.float32))
 
