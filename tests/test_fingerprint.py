@@ -110,7 +110,7 @@ def test_frozen_spectra_and_scores_of_smollm2_come_out_again(smollm2):
         assert np.allclose(getattr(again, name).numpy(), table.loc[16, name], atol=1e-6), name
     measures = Measures("smollm2", "smollm2")
     measures._model = model
-    prompts = measures._binding()
+    prompts = binding.prompts(measures._tokenizer(), detectors.start_token(model))
     embedded = model.get_input_embeddings()(prompts.tokens)  # enters layer 0
     found = binding.head_scores(heads, 0, embedded, prompts.sentences)
     scores = frozen("smollm2", "scores").set_index(["layer", "head"])

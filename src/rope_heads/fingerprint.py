@@ -95,7 +95,7 @@ class Measures:
     def _detectors(self):
         kinds = {"uniform": None}
         if self.model.config.model_type == "whisper":
-            kinds["common words"] = detectors.common_words(ctranslate2.vocabulary(pretrained.installed(self.source)))
+            kinds["common words"] = detectors.common_words(self._vocabulary())
         rows = []
         for kind, words in kinds.items():
             found = detectors.detect(self.model, self.heads, self._repeated(self.sequences, words))
@@ -103,21 +103,21 @@ class Measures:
         return rows, {"sequences": self.sequences, "length": LENGTH}
 
     def _spectra(self):
-        rows = []
-        w_q, w_k = (torch.stack(w) for w in zip(*(block.folded() for block in self.heads.blocks)))  # [layer, head, width, d_head]
-        spectrum = qk_spectrum(w_q, w_k)
-        singular = singular_values(w_q, w_k)
-        null = random_null(singular.flatten(0, 1), w_q.shape[-2], self.draws, centred=self.heads.blocks[0].centred)
-        found = {name: getattr(spectrum, name) for name in MEASURES}
+        layers, singular = [], []
+        for block in self.heads.blocks:  # one at a time: the weights of a large model in float64 fill the memory
+            w_q, w_k = block.folded()  # [head, width, d_head]
+            spectrum = qk_spectrum(w_q, w_k)
+            layers.append({name: getattr(spectrum, name) for name in MEASURES})
+            singular.append(singular_values(w_q, w_k))
+            if self.heads.positions == "rope":
+                parts = rope_parts(w_q, w_k, block.attention.pairing, self.heads.rotary_dim)
+                layers[-1] |= {"rope_imag_frac": parts.rope_imag_frac(), "frequency_centroid": parts.frequency_centroid(block.attention.angles)}
+        found = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}  # [layer, head]
+        null = random_null(torch.cat(singular), self.heads.blocks[0].norm.weight.numel(), self.draws, centred=self.heads.blocks[0].centred)
         for name in NULL_MEASURES:
-            mean, sd = null.mean[name].view(singular.shape[:2]), null.sd[name].view(singular.shape[:2])
+            mean, sd = (values[name].view_as(found[name]) for values in (null.mean, null.sd))
             found |= {f"{name}_null": mean, f"{name}_null_sd": sd, f"{name}_z": (found[name] - mean) / sd}
-        if self.heads.positions == "rope":
-            attention = self.heads.blocks[0].attention
-            parts = rope_parts(w_q, w_k, attention.pairing, self.heads.rotary_dim)
-            found |= {"rope_imag_frac": parts.rope_imag_frac(), "frequency_centroid": parts.frequency_centroid(attention.angles)}
-        rows = self._by_head(found)
-        return rows, {"draws": self.draws}
+        return self._by_head(found), {"draws": self.draws}
 
     def _composition(self):
         table = self._frozen("detectors")
@@ -131,26 +131,33 @@ class Measures:
                      for i in range(len(found)) for j in range(self.heads.heads)]  # fmt: skip
         return rows, {}
 
-    def _binding(self) -> binding.Prompts:
+    @property
+    def _path(self) -> Path:
+        return pretrained.installed(self.source) if self.source in pretrained.INSTALLED else Path(self.source)
+
+    def _tokenizer(self):
         import transformers
 
-        path = pretrained.installed(self.source) if self.source in pretrained.INSTALLED else Path(self.source)
-        where = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (self.source, {"revision": self.revision or "main"})
-        tokenizer = transformers.AutoTokenizer.from_pretrained(where[0], trust_remote_code=False, **where[1])
-        self._example = tokenizer.decode
-        return binding.prompts(tokenizer, detectors.start_token(self.model), self.prompts)
+        where, more = (self._path.parent, {"gguf_file": self._path.name}) if self._path.suffix == ".gguf" else (self.source, {"revision": self.revision or "main"})
+        return transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=False, **more)
+
+    def _vocabulary(self) -> list[str]:
+        """Tokens of text, by id."""
+        if self._path.suffix == ".bin":
+            return ctranslate2.vocabulary(self._path)
+        return self._tokenizer().convert_ids_to_tokens(range(self.model.config.eos_token_id))
 
     def _scores(self):
-        prompts = self._binding()
+        tokenizer = self._tokenizer()
+        prompts = binding.prompts(tokenizer, detectors.start_token(self.model), self.prompts)
         streams = binding.streams(self.model, prompts)
         found = [binding.head_scores(self.heads, layer, hidden, prompts.sentences) for layer, hidden in enumerate(streams)]
         colour, token = binding.accuracy(self.model, prompts)
-        more = {"prompts": self.prompts, "example": self._example(prompts.tokens[0].tolist()), "right_colour": colour, "right_token": token}
+        more = {"prompts": self.prompts, "example": tokenizer.decode(prompts.tokens[0].tolist()), "right_colour": colour, "right_token": token}
         return self._by_head({name: torch.stack([layer[name] for layer in found]) for name in found[0]}), more
 
     def _planes(self):
-        prompts = self._binding()
-        prompts = prompts.first(self.plane_prompts)
+        prompts = binding.prompts(self._tokenizer(), detectors.start_token(self.model), self.prompts).first(self.plane_prompts)
         rows = []
         for layer, hidden in enumerate(binding.streams(self.model, prompts)):
             found = {name: value.tolist() for name, value in binding.plane_scores(self.heads, layer, hidden).items()}
