@@ -4,6 +4,7 @@
     snakemake -c2 data                                   all of it, two jobs at a time, one thread each
     snakemake -c2 fast                                   the tables of one folder of data/runs
     snakemake -c2 lengths                                long inputs: all runs measured, 27 more trained under interventions
+    snakemake -c2 toys                                   the toy models of induction
     snakemake -c2 data --config recipe=fast seeds=0-1    fewer runs (also tasks=number,letter keep=0,1000 set=dropout=0.1 weights=number-0 runs=FOLDER)
 
 On a cluster with shared files any executor of Snakemake's takes the jobs, here with a submit command of your own:
@@ -162,3 +163,27 @@ rule collect_interventions:
     params: recipes=list(CHANGED), seeds=listed("0-2")
     threads: 1
     shell: "{ROPE_HEADS} collect --recipe {params.recipes} --into interventions --only lengths accuracy --seeds {params.seeds} --runs {RUNS}"
+
+
+# Toy models of induction. Arms and how many seeds each has, as in rope_heads.induction.ARMS.
+TOYS = {"learned-free": 8, "learned-symmetric": 8, "RoPE-free": 8, "RoPE-symmetric": 8, "RoPE-phase-suppressed": 8, "learned-sham": 5, "RoPE-tied": 5,
+        "RoPE-sham": 5, "learned-tied": 5, "ALiBi-free": 5, "ALiBi-symmetric": 5, "no-positions-free": 5, "no-positions-symmetric": 5}
+
+
+rule toys:
+    input: "data/runs/toys/formation.parquet"
+    shell: "{ROPE_HEADS} check-data --update"
+
+rule train_toy:
+    output: RUNS + "/toys/{arm}-{seed}/run.json"
+    wildcard_constraints: arm="[A-Za-z-]+"
+    params: lambda wildcards: wildcards.arm.replace("-", " ")
+    threads: 1
+    resources: mem_mb=3000, runtime=720
+    shell: '{ROPE_HEADS} toy --arm "{params[0]}" --seed {wildcards.seed} --runs {RUNS}'
+
+rule collect_toys:
+    input: [f"{RUNS}/toys/{arm}-{seed}/run.json" for arm, seeds in TOYS.items() for seed in (listed(config.get("seeds")) or range(seeds))]
+    output: "data/runs/toys/formation.parquet", "data/runs/toys/log.parquet", "data/runs/toys/heads.parquet"
+    threads: 1
+    shell: "{ROPE_HEADS} toy --collect --runs {RUNS}"

@@ -144,6 +144,17 @@ def test_the_whole_graph_is_what_the_issue_asks_for(checkout):
     assert len(changed) == 27 and done.stdout.count("rope_heads lengths") == 34 + 27, "at most 40 models more, and each is measured on long inputs"
 
 
+def test_the_toy_models_are_those_of_the_package(checkout):
+    from rope_heads.induction import ARMS
+    from rope_heads.induction_runs import run_folder
+
+    code, said = snakemake(checkout, "-n", "-p", "toys", config=["seeds="])
+    assert code == 0, said
+    trained = {line.split(" toy ")[1].split(" --runs")[0] for line in said.splitlines() if " toy --arm" in line}
+    assert trained == {f'--arm "{arm}" --seed {seed}' for arm, spec in ARMS.items() for seed in range(spec.seeds)}
+    assert all(str(run_folder("runs", arm, 0)).replace(os.sep, "/") in said for arm in ARMS)
+
+
 def test_a_recipe_that_does_not_exist_is_named(checkout):
     code, said = snakemake(checkout, "-n", "data", config=["recipe=slow"])
     assert code != 0 and "recipe must be one of paper, fast, got slow" in said
