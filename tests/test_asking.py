@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rope_heads import asking, loopback
+from rope_heads import asking, loopback, one_hop
 from rope_heads import language_models as lm
 
 pytest.importorskip("inspect_ai")
@@ -216,6 +216,26 @@ def test_bad_values_of_the_command_give_one_line_and_exit_code_2(arguments, word
     assert main(["ask", *arguments, "--answers", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+def test_the_command_says_what_is_missing_and_ends_with_1(tmp_path, capsys):
+    from rope_heads.__main__ import main
+
+    with loopback.serving(Server((500, b"<b>no</b>\x1b[2J"), reply("a"))) as address:
+        code = main(["ask", "--model", MODEL, "--base-url", address, "--windows", "12", "--data-sets", "1", "--max-calls", "2", "--retries", "0",
+                     "--concurrency", "1", "--yes", "--answers", str(tmp_path)])  # fmt: skip
+    out = capsys.readouterr().out
+    assert code == 1 and "1 answers in 2 calls" in out and "missing 1: HTTP 500" in out and "\x1b" not in out and SECRET not in out
+    assert "missing 78: not asked: the limit of calls is reached" in out and "run the same command again" in out
+
+
+def test_the_help_says_what_is_written_and_how_long_it_takes(capsys):
+    from rope_heads.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(["ask", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "writes" in told and "minutes" in told and all(name in told for name in ("smollm2-http", "openai/gpt-5.4", *one_hop.SETTINGS))
 
 
 def test_without_the_extra_the_command_says_what_to_install(tmp_path):

@@ -168,3 +168,13 @@ def test_the_registered_difference_counts_whole_data_sets_only():
     ])  # fmt: skip
     found = lm.difference_by_data_set(rows)
     assert found.index.tolist() == [0, 1] and found.tolist() == pytest.approx([30 / 40, 31 / 40])
+
+
+def test_words_within_reach_of_a_solver_whatever_its_competence_by_distance():
+    """Right with probability 1/distance at each distance: the sum over distances is the harmonic number."""
+    rng = np.random.default_rng(0)
+    for window in (12, 48):
+        items = [item for seed in range(100) for item in one_hop.items("number", window, seed)]
+        right = [rng.random() < 1 / i.distance or rng.choice(list("abcdefghijklmnopqrstuvwxyz")) == i.answer for i in items]
+        harmonic = sum(1 / d for d in range(1, window + 1))
+        assert abs(lm.effective_reach(window, np.mean(right)) - harmonic) < 4 * window * np.sqrt(np.var(right) / len(items))

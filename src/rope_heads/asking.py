@@ -274,7 +274,7 @@ def run(model: str, items: Sequence[Item], manner: Manner, report: Callable[[str
     path = path or language_models.file_of(model)
     if model == SMALL:
         ask_small(items, path, report)
-        return Outcome(answered=len(items))
+        return Outcome()  # no calls: nothing is missing that the same command does not make
     routes = {SMALL_HTTP: ask_small_http, SMALL_HF: ask_small_hf}
     if model in routes:
         return routes[model](items, path, manner, report)
@@ -292,7 +292,9 @@ def agreed() -> bool:
 
 
 def summary(outcome: Outcome) -> list[str]:
-    """Lines that say what came back and what is missing, and why."""
+    """Lines that say what came back and what is missing, and why; none when no call was made."""
+    if not outcome.calls and not outcome.missing:
+        return []
     cost = f", at most {outcome.cost:.2f} US dollars (failed attempts counted as paid)" if outcome.cost else ""
     lines = [f"{outcome.answered} answers in {outcome.calls} calls; {outcome.input_tokens:,} input and {outcome.output_tokens:,} output tokens{cost}"]
     for reason, count in outcome.missing.most_common():

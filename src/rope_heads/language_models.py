@@ -189,6 +189,15 @@ def fitted_reach(window, accuracy) -> tuple[float, float]:
     return float(reaches[int(np.argmin(errors))]), float(min(errors))
 
 
+def effective_reach(window, accuracy, guess: float = 1 / 26):
+    """Number of distances that are right, window * p with accuracy = p + (1 - p) guess: how many words back the answers can be told.
+
+    If being right depends on the distance alone, this is the sum of that probability over distances 1 to window, so it cannot fall as the
+    window grows. `guess` 1/26: a wrong word still holds the right letter once in 26. Words; below 0 where accuracy is below the guess.
+    """
+    return np.asarray(window, float) * (np.asarray(accuracy, float) - guess) / (1 - guess)
+
+
 def difference_by_data_set(rows: pd.DataFrame, least: int = 24) -> pd.Series:
     """Letter minus Number, mean accuracy over windows of at least `least` words, for each data set in which all of them are answered."""
     cells = rows[(rows.setting == "plain") & (rows.window >= least)].groupby(["data_set", "task", "window"]).right
@@ -209,12 +218,14 @@ def plain(text: str, longest: int = 60) -> str:
     return visible if len(visible) <= longest else visible[: longest - 3] + "..."
 
 
-def answers_html(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
+def answers_html(rows: Sequence[Sequence[str]], head: Sequence[str], longest: int = 60) -> str:
     """An HTML table of texts that models wrote: every cell escaped, inside <code>, and out of MathJax's reach. Nothing in it executes."""
     mark = 'class="mathjax_ignore tex2jax_ignore"'
+    look = 'style="color: inherit; background: none; border: 0; white-space: pre-wrap"'
 
     def cells(texts, tag):
-        return "".join(f"<{tag}><code {mark}>{html.escape(plain(str(text)))}</code></{tag}>" for text in texts)
+        shown = (html.escape(plain(str(text), longest)) for text in texts)
+        return "".join(f'<{tag} style="text-align: left; padding: 0 .8em"><code {mark} {look}>{text}</code></{tag}>' for text in shown)
 
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return f"<table {mark}><thead><tr>{cells(head, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<table class="dataframe mathjax_ignore tex2jax_ignore"><thead><tr>{cells(head, "th")}</tr></thead><tbody>{body}</tbody></table>'

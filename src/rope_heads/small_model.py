@@ -6,11 +6,12 @@ Prompts of one kind share their beginning, so its keys and values are computed o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.metadata
 import inspect
+import io
 import json
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,10 +55,11 @@ def load(dtype: torch.dtype = torch.float32):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
     path = weights_file()
-    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
+    logging.set_verbosity_error()
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars that no switch turns off; errors are raised, not printed
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
     return model.to(dtype).eval(), tokenizer
 
 
@@ -210,11 +212,3 @@ class SmallModel:
 def rank(log_probabilities: dict[str, float], answer: str) -> int:
     """Place of `answer` among the words, 1 = most probable; ties count against it."""
     return sum(value >= log_probabilities[answer] for value in log_probabilities.values())
-
-
-def silence() -> None:
-    """transformers' notes about tied embeddings and generation flags say nothing about a result."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    warnings.filterwarnings("ignore", module="transformers")
