@@ -35,7 +35,7 @@ def test_every_table_has_its_rows_and_says_where_it_comes_from(made):
     assert measures.tables() == list(fingerprint.TABLES)
     rows = measures.write(["detectors", "composition", "spectra", "phase", "control"])
     controlled = len(artefacts.read_parquet(measures.folder / "control.parquet")[0][["layer", "head"]].drop_duplicates())
-    assert rows["detectors"] == rows["spectra"] == rows["phase"] == 12 and rows["control"] == controlled * 2 * 2 and rows["composition"] in range(12, 37, 6)
+    assert rows["detectors"] == rows["spectra"] == rows["phase"] == 12 and rows["control"] == controlled * (2 * 2 + 2) and rows["composition"] in range(12, 37, 6)
     for name in rows:
         frame, told = artefacts.read_parquet(measures.folder / f"{name}.parquet")
         assert told["command"].endswith(f"--into tiny --only {name}" + " --ablated 3" * (name in ("phase", "control"))) and told["seconds"] >= 0 and told["versions"]["torch"]

@@ -108,6 +108,21 @@ def test_a_change_that_a_softmax_cannot_see_changes_nothing():
     assert output_change(block, x, 3, torch.randn(2, 9, 1).expand(-1, -1, 9)).abs().max() < 1e-6
 
 
+def test_taking_out_the_even_part_leaves_the_phase_and_taking_out_all_leaves_uniform_attention():
+    model = small("llama")
+    work = PhaseAblation(model, extract(model), repeated_tokens(2, 4, 60, bos=1))
+    logits, sines = work.logits(1, 3), work.sines(1, 3)
+    block, x = work.heads.blocks[1], work.heads.blocks[1].norm(work.residuals[1])
+    a = block.attention
+    v = x @ a.w_v[3].T
+    causal = torch.ones(9, 9).tril()
+    uniform = causal / causal.sum(-1, keepdim=True)
+    expected = (uniform - block.attend(x)[:, 3].softmax(-1)) @ v @ a.out.weight[:, 12:16].T
+    assert expected.std() > 0.1
+    torch.testing.assert_close(output_change(block, x, 3, logits), expected, atol=1e-4, rtol=1e-4)
+    assert torch.allclose(logits, work.logits(1, 3)) and not torch.allclose(work.losses(1, 3, logits), work.losses(1, 3, logits - sines))
+
+
 def test_models_without_a_phase_are_refused():
     model = small("gpt2")
     with pytest.raises(ValueError, match="only rotary heads have a phase, got positions = 'learned'"):

@@ -25,11 +25,12 @@ TABLES = {  # file -> what a row is
     "scores": "positional and symbolic score of a head, over binding prompts",
     "planes": "the same for each rotary plane of a head taken alone",
     "phase": "second-copy loss after the sine part of one head's logits is taken out",
-    "control": "the same after a random change of equal norm in that head",
+    "control": "the same after a random change of equal norm in that head, and after everything but the phase, or all, is taken out",
 }
 ROTARY, SPOKEN = ("scores", "planes", "phase", "control"), ("scores", "planes")  # need RoPE; need a tokenizer of text
 LENGTH = 64  # of r
 ABLATED, BLOCK = 16, 4  # sequences of the phase ablation, and how many of them run together
+WITHOUT = ("even part", "all logits")  # what else is taken out of those heads: all but the phase; everything, so that attention is uniform
 STRONGEST = 5  # heads by phase effect and by previous-token attention that get controls
 
 
@@ -182,10 +183,14 @@ class Measures:
         previous = self._frozen("detectors").query("tokens == 'uniform'").nlargest(STRONGEST, "previous")
         effect = self._frozen("phase").nlargest(STRONGEST, "increase")
         pairs = pd.concat([effect, previous])[["layer", "head"]].drop_duplicates().itertuples(index=False)
-        jobs = [(*map(int, pair), kind, draw) for pair in pairs for kind in CONTROLS for draw in range(self.control_draws)]
+        kinds = [(kind, draw) for kind in CONTROLS for draw in range(self.control_draws)] + [(kind, 0) for kind in WITHOUT]
+        jobs = [(*map(int, pair), *kind) for pair in pairs for kind in kinds]
 
         def change(work: PhaseAblation, layer: int, head: int, kind: str, draw: int) -> dict:
-            return {"loss": work.losses(layer, head, random_change(work.sines(layer, head), kind, torch.Generator().manual_seed(draw))).tolist()}
+            sines, logits = work.sines(layer, head), work.logits(layer, head)
+            taken = {"even part": logits - sines, "all logits": logits}
+            subtracted = taken[kind] if kind in taken else random_change(sines, kind, torch.Generator().manual_seed(draw))
+            return {"loss": work.losses(layer, head, subtracted).tolist()}
 
         return self._ablated("control", jobs, ["layer", "head", "kind", "draw"], change)
 

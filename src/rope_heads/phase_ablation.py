@@ -115,6 +115,12 @@ class PhaseAblation:
         self._open(layer)
         return self._sines[:, head].tril()
 
+    def logits(self, layer: int, head: int) -> Float[Tensor, "sequence query key"]:
+        """The head's unchanged logits; keys that it may not see are 0."""
+        self._open(layer)
+        seen = self._logits[:, head]
+        return seen.where(seen.isfinite(), 0)
+
     @torch.no_grad()
     def losses(self, layer: int, head: int, subtracted: Float[Tensor, "sequence query key"] | None = None) -> Float[Tensor, "sequence"]:
         """Loss on the second copy after `subtracted` (default: the sine part) is taken from the head's logits at every query."""
