@@ -4,6 +4,9 @@ import datetime
 import html.parser
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -178,3 +181,20 @@ def test_words_within_reach_of_a_solver_whatever_its_competence_by_distance():
         right = [rng.random() < 1 / i.distance or rng.choice(list("abcdefghijklmnopqrstuvwxyz")) == i.answer for i in items]
         harmonic = sum(1 / d for d in range(1, window + 1))
         assert abs(lm.effective_reach(window, np.mean(right)) - harmonic) < 4 * window * np.sqrt(np.var(right) / len(items))
+
+
+def test_the_chapter_executes_without_the_extra():
+    """All code cells but the set-up cell, in a process that cannot import what the extra brings."""
+    chapter = Path(__file__).parents[1] / "book" / "language_models.ipynb"
+    cells = [c["source"] for c in json.loads(chapter.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+    sources = ["".join(s) if isinstance(s, list) else s for s in cells][1:]
+    program = (
+        "import importlib.util, json, sys, matplotlib\nmatplotlib.use('Agg')\n"
+        "extra = {'inspect_ai', 'openai', 'transformers', 'gguf', 'accelerate'}\nfind = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name in extra else find(name, *more)\n"
+        "sys.modules.update(dict.fromkeys(extra))\nspace = {}\n"
+        "for source in json.load(sys.stdin):\n    exec(source, space)\n    space['plt'].close('all') if 'plt' in space else None\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], input=json.dumps(sources), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "pip install 'rope-heads[llm]'" in done.stdout and done.stdout.count("right:") == 3
