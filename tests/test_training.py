@@ -191,7 +191,7 @@ def test_bad_values_are_named(tmp_path, bad, message):
 
 
 def test_unknown_task_and_recipe_values_are_named(tmp_path):
-    with pytest.raises(ValueError, match="task must be one of number, letter, letter_proper, got 'numbers'"):
+    with pytest.raises(ValueError, match="task must be one of number, letter, letter_proper, letter_12, letter_12_debiased, number_64, got 'numbers'"):
         Run("numbers", SHORT, 0, tmp_path)
     with pytest.raises(ValueError, match="'stepz' is no part of a recipe"):
         changed(SHORT, {"stepz": 1})
