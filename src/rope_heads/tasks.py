@@ -281,9 +281,7 @@ class LetterTask(Task):
         rows = np.arange(count)
         path = self._path(hops, position, rng)
         letter, answer_digit = value // self.digits, value % self.digits
-        rank = rng.random((count, self.letters))
-        rank[rows, letter] = -1.0
-        order = np.argsort(rank, axis=1)  # [prompt, letter]: answer letter, chain letters from the answer to the query, then the pool
+        order = self._order(letter, rng)  # [prompt, letter]: answer letter, chain letters from the answer to the query, then the pool
 
         left = self._from_pool(order, hops, LENGTH, rng)
         for step in range(1, MAX_HOPS):
@@ -300,6 +298,12 @@ class LetterTask(Task):
         core = np.hstack([self._digit_pair(left[:, :WINDOW], digit), self._letter_pair(left[:, WINDOW:], right[:, WINDOW:])])
         answers = self._digit_pair(letter, answer_digit)
         return (np.hstack([self._added(order, hops, own_digit, rng, prefix, kind), core]) if prefix else core), answers
+
+    def _order(self, letter: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """All letters [prompt, letter] in random order, the given one first."""
+        rank = rng.random((len(letter), self.letters))
+        rank[np.arange(len(letter)), letter] = -1.0
+        return np.argsort(rank, axis=1)
 
     def _digit_pair(self, left: np.ndarray, digit: np.ndarray) -> np.ndarray:
         return 1 + left * self.digits + digit
