@@ -289,7 +289,7 @@ def test_side_by_side_names_what_failed(tmp_path):
 # ---- what came after the first runs ------------------------------------------------------------------------------------------------
 
 BEFORE = json.loads("""{"task": "number", "seed": 0,
- "recipe": {"name": "fast", "steps": 2000, "batch": 64, "lr": 0.0003, "warmup": 200, "beta1": 0.95, "beta2": 0.999, "weight_decay": 0.0001,
+ "recipe": {"name": "fast", "steps": 2000, "batch": 64, "lr": 0.0005, "warmup": 200, "beta1": 0.95, "beta2": 0.999, "weight_decay": 0.0001,
             "dropout": 0.0, "clip": 0.0, "precision": "fp32"},
  "config": {"vocab_size": 137, "layers": 12, "heads": 1, "width": 128, "d_head": 128, "mlp": 512, "positions": "rope", "rotary_dim": 128,
             "base": 10000.0, "pairing": "adjacent", "context": null, "bias": false, "dropout": 0.0, "norm_eps": 1e-05, "init_std": 0.02}}""")
