@@ -8,6 +8,7 @@ import sys
 import zipfile
 
 import pandas
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -59,6 +60,45 @@ def test_json_and_parquet_return_what_was_written_with_its_origin(tmp_path):
     assert artefacts.read_json(tmp_path / "a.json") == ({"x": [1, 2]}, origin)
 
 
+FRAME = pandas.DataFrame({"step": range(0, 6000, 50), "accuracy": [(17 * i % 97) / 97 for i in range(120)], "task": ["number", "letter"] * 60})
+
+
+def test_a_flipped_bit_anywhere_in_the_values_of_a_table_is_refused_by_name(tmp_path):
+    """Every byte of the pages, one bit each; pages end where the description of the table, which stands last in the file, begins."""
+    path = tmp_path / "a.parquet"
+    artefacts.write_parquet(path, FRAME, ORIGIN)
+    content = path.read_bytes()
+    description = int.from_bytes(content[-8:-4], "little") + 8
+    for place in range(4, len(content) - description):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        try:
+            frame, origin = artefacts.read_parquet(path)
+        except ValueError as error:
+            assert str(path) in str(error) and "restore it or make it again" in str(error)
+        else:  # the bit says nothing about the values, for instance one of a statistic
+            assert frame.equals(FRAME) and origin == ORIGIN, f"byte {place} of {len(content)}"
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"step,accuracy\n", b"half"], ids=["empty", "magic", "csv", "half"])
+def test_what_is_no_whole_table_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "a.parquet"
+    artefacts.write_parquet(path, FRAME, ORIGIN)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if content == b"half" else content)
+    with pytest.raises(ValueError, match=r"a\.parquet is damaged or no parquet table"):
+        artefacts.read_parquet(path)
+    with pytest.raises(FileNotFoundError):
+        artefacts.read_parquet(tmp_path / "b.parquet")
+
+
+def test_tables_without_page_checksums_are_read(tmp_path):
+    """As they were written until checksums came."""
+    table = pyarrow.Table.from_pandas(FRAME, preserve_index=False)
+    metadata = {**table.schema.metadata, b"rope_heads": json.dumps(ORIGIN).encode()}
+    pyarrow.parquet.write_table(table.replace_schema_metadata(metadata), tmp_path / "old.parquet", compression="zstd")
+    frame, origin = artefacts.read_parquet(tmp_path / "old.parquet")
+    assert frame.equals(FRAME) and origin == ORIGIN
+
+
 def test_the_same_tensors_give_the_same_bytes(tmp_path):
     tensors = {name: torch.arange(12.0).reshape(3, 4) for name in "abcde"}
     metadata = {name: "value" for name in "klmnopq"}
@@ -104,6 +144,14 @@ def test_manifest_lists_size_and_sha256_and_names_every_difference(tmp_path):
     assert count == 3 and len(problems) == 4
     assert problems[0].startswith("published/a.csv is altered: sha256") and problems[1] == "runs/b.bin is missing"
     assert problems[2] == "runs/c.bin is altered: 2 bytes, expected 1" and problems[3] == "runs/d.bin is not listed"
+
+
+def test_no_manifest_is_made_of_nothing(tmp_path):
+    (tmp_path / "README.md").write_text("what lies here")
+    (tmp_path / "manifest.json").write_text("as committed")
+    with pytest.raises(ValueError, match="holds no data files"):
+        artefacts.write_manifest(tmp_path)
+    assert (tmp_path / "manifest.json").read_text() == "as committed"
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"files": {"a": 1}}'])

@@ -94,3 +94,10 @@ def test_check_data_names_what_is_wrong_and_update_mends_it(tmp_path, monkeypatc
     assert "data/a.csv is altered" in capsys.readouterr().err
     assert command_line.main(["check-data", "--update"]) == 0
     assert command_line.main(["check-data"]) == 0
+
+
+def test_check_data_makes_no_manifest_of_an_empty_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(artefacts, "data_folder", lambda: tmp_path / "data")
+    assert command_line.main(["check-data", "--update"]) == 2
+    said = capsys.readouterr()
+    assert "holds no data files" in said.err and said.err.count("\n") == 1 and not said.out and not list(tmp_path.rglob("*"))

@@ -70,6 +70,11 @@ def book(arguments) -> int:
     root = repository()
     if root is None:
         raise argparse.ArgumentTypeError("works in a checkout of the repository only: clone it and run `make book` there")
+    if arguments.freeze_values:
+        from rope_heads import scorecard
+
+        print(f"data/values now holds what these chapters recorded last: {', '.join(scorecard.freeze(root / '_build' / 'values')) or 'none'}")
+        return 0
     names = [path.stem for path in runner.chapters(root)]
     if arguments.only and arguments.only not in names:
         raise argparse.ArgumentTypeError(f"--only: no chapter is called {arguments.only!r}; there are: {', '.join(names)}")
@@ -82,7 +87,10 @@ def check_data(arguments) -> int:
 
     folder = artefacts.data_folder()
     if arguments.update:
-        print(f"data/manifest.json lists {artefacts.write_manifest(folder)} files")
+        try:
+            print(f"data/manifest.json lists {artefacts.write_manifest(folder)} files")
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"--update: {error}") from None
         return 0
     count, problems = artefacts.check_data(folder)
     for problem in problems:
@@ -254,6 +262,8 @@ def build_parser() -> argparse.ArgumentParser:
                          help="a value for the chapters' parameters cells; a chapter that does not declare it fails")
     command.add_argument("--time-limit", metavar="MINUTES", type=positive,
                          help="longest time of a cell (default 30, full: 2 days); a chapter may take twice that")
+    command.add_argument("--freeze-values", action="store_true",
+                         help="build nothing; copy the claims' values of the last build (in mode quick) to data/values, where the scorecard reads them")
     command.set_defaults(handler=book)
 
     command = commands.add_parser(

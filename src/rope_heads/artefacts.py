@@ -95,25 +95,33 @@ def read_json(path) -> tuple[object, dict]:
 
 
 def write_parquet(path, frame, origin: dict) -> None:
-    """Parquet table of a pandas frame; the provenance travels in the file's own metadata."""
+    """Parquet table of a pandas frame; the provenance travels in the file's own metadata, and each page of values has a checksum."""
     import pyarrow
     import pyarrow.parquet
 
     table = pyarrow.Table.from_pandas(frame, preserve_index=False)
     table = table.replace_schema_metadata({**table.schema.metadata, b"rope_heads": json.dumps(origin).encode()})
     with atomic(path) as temporary:
-        pyarrow.parquet.write_table(table, temporary, compression="zstd")
+        pyarrow.parquet.write_table(table, temporary, compression="zstd", write_page_checksum=True)
 
 
 def read_parquet(path) -> tuple[object, dict]:
-    """(pandas frame, provenance) of a file written by `write_parquet`."""
+    """(pandas frame, provenance) of a file written by `write_parquet`. ValueError names the file when it is truncated, altered or something else.
+
+    Files written before pages had checksums are read as well; in them an altered value can pass, which only the manifest notices.
+    """
     import pyarrow.parquet
 
-    table = pyarrow.parquet.read_table(path)
-    metadata = table.schema.metadata or {}
-    if b"rope_heads" not in metadata:
+    try:
+        table = pyarrow.parquet.read_table(path, page_checksum_verification=True)
+        frame, origin = table.to_pandas(), json.loads((table.schema.metadata or {}).get(b"rope_heads", b"null"))
+    except (FileNotFoundError, PermissionError):
+        raise
+    except (OSError, ValueError, KeyError, TypeError, NotImplementedError) as error:  # whatever a wrong byte makes of the description of the columns
+        raise ValueError(f"{path} is damaged or no parquet table ({type(error).__name__}: {error}): restore it or make it again") from None
+    if origin is None:
         raise ValueError(f"{path} does not say where it comes from: write it with artefacts.write_parquet")
-    return table.to_pandas(), json.loads(metadata[b"rope_heads"])
+    return frame, origin
 
 
 def sha256(path) -> str:
@@ -129,8 +137,10 @@ def describe(folder: Path) -> dict[str, dict]:
 
 
 def write_manifest(folder: Path) -> int:
-    """Lists every file of `folder` in its manifest.json; returns how many."""
+    """Lists every file of `folder` in its manifest.json; returns how many. ValueError when there is none: a list of nothing would pass every check."""
     files = describe(folder)
+    if not files:
+        raise ValueError(f"{folder} holds no data files: restore data/ from the repository before its manifest is written anew")
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in files.items())
     write_bytes(folder / "manifest.json", ('{"files": {\n' + lines + "\n}}\n").encode())
     return len(files)
