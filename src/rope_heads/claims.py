@@ -215,7 +215,11 @@ def _sorted_out(low: float, high: float, part: Mapping) -> str:
 
 def _say(part: Mapping) -> str:
     good, weak = _regions(part)
-    return f"asked: {good[0]:g} to {good[1]:g}" + ("" if good == weak else f"; weak: {weak[0]:g} to {weak[1]:g}")
+    return f"asked: {_range(*good)}" + ("" if good == weak else f"; weak: {_range(*weak)}")
+
+
+def _range(low: float, high: float) -> str:
+    return f"at least {low:g}" if math.isinf(high) else f"at most {high:g}" if math.isinf(low) else f"{low:g} to {high:g}"
 
 
 def _few(column: Mapping[str, float], part: Mapping) -> str:

@@ -45,3 +45,24 @@ def curve_with_band(ax: plt.Axes, x, runs, colour: str, label: str | None = None
 def published_line(ax: plt.Axes, x, y, label: str | None = "paper") -> None:
     """A curve read from a paper: grey, dashed, behind ours."""
     ax.plot(x, y, color=PUBLISHED, linestyle=(0, (4, 2)), linewidth=1.4, label=label, zorder=1)
+
+
+VERDICTS = {"holds": ("o", "#009e73"), "holds with a limit": ("D", "#e69f00"), "does not hold": ("X", "#b3005c"),
+            "not testable here": ("_", "#6e6e6e"), "open": ("o", "#6e6e6e")}  # marker and colour; open ones are hollow  # fmt: skip
+
+
+def verdict_dots(ax: plt.Axes, groups: dict[str, list[str]]) -> None:
+    """One row a group, one mark a claim, sorted by verdict. `groups`: {row label: verdicts of its claims}."""
+    order, used = list(VERDICTS), [verdict for verdicts in groups.values() for verdict in verdicts]
+    for y, verdicts in enumerate(groups.values()):
+        for x, verdict in enumerate(sorted(verdicts, key=order.index)):
+            marker, colour = VERDICTS[verdict]
+            ax.plot(x, y, marker, color=colour, markersize=9, markeredgewidth=1.6, markerfacecolor="none" if verdict == "open" else colour)
+    for verdict, (marker, colour) in VERDICTS.items():
+        if verdict in used:
+            face = "none" if verdict == "open" else colour
+            ax.plot([], [], marker, color=colour, markersize=9, markeredgewidth=1.6, markerfacecolor=face, label=f"{verdict} ({used.count(verdict)})")
+    ax.set(yticks=range(len(groups)), yticklabels=list(groups), xticks=[], ylim=(len(groups) - 0.5, -0.5))
+    ax.spines[["bottom", "left"]].set_visible(False)
+    ax.tick_params(length=0)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.4, -0.02), ncols=3, columnspacing=1.2, handletextpad=0.3)

@@ -1,0 +1,171 @@
+"""Every claim of the ledger in one table: the published value, ours with its interval, the verdict, and where the number comes from.
+
+Chapters record the values of the claims they decide when they execute (`verdicts`). `data/values/CHAPTER.json` keeps those of mode quick, which rest
+on frozen runs and exact computation; `rope-heads book --freeze-values` renews it, and a test compares a build with it. The scorecard judges these
+values anew each time it executes. A claim without values is open: its runs have not been made.
+"""
+
+import html
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+
+from rope_heads import verdicts
+from rope_heads.artefacts import data_folder, data_path
+from rope_heads.claims import FAILS, HOLDS, LIMIT, UNTESTED, Ledger, Values, Verdict, adjust, judge, read_ledger
+
+OPEN = "open"
+ORDER = (HOLDS, LIMIT, FAILS, UNTESTED, OPEN)
+PAPERS = {"P1": "https://arxiv.org/abs/2605.31558", "P0": "https://arxiv.org/abs/2511.11579", "P2": "https://arxiv.org/abs/2607.06621"}
+CHAPTERS = ("training_dynamics", "mechanistic_metrics", "length_generalization", "theory", "rope_fingerprints", "language_models")
+TRAINED_ANEW = {"P0-one-angle-tasks"}  # trained live in mode quick too: another processor gives other numbers, so only the verdict is compared
+AGREE = 1e-6  # relative: the same computation on two processors
+
+
+def frozen_values() -> dict[str, Values]:
+    """Values by claim id as they lie in data/values."""
+    return verdicts.recorded(data_path("values"))
+
+
+def collected(mode: str) -> dict[str, Values]:
+    """The values the scorecard shows: frozen ones in mode quick; in mode full those that the chapters of this build recorded, where they did."""
+    return frozen_values() | (verdicts.recorded() if mode == "full" else {})
+
+
+def freeze(values_folder: Path) -> list[str]:
+    """Copies what the chapters recorded to data/values; returns the names of the chapters."""
+    paths = sorted(values_folder.glob("*.json"))
+    (data_folder() / "values").mkdir(parents=True, exist_ok=True)
+    for path in paths:
+        shutil.copyfile(path, data_folder() / "values" / path.name)
+    return [path.stem for path in paths]
+
+
+def judge_known(ledger: Ledger, values: Mapping[str, Values]) -> dict[str, Verdict]:
+    """Verdict of every claim of the ledger; OPEN where values are missing. Claims of a family wait for all its members (p is adjusted over it)."""
+    family = [claim["id"] for claim in ledger.claims.values() if any("family" in part for part in claim["part"])]
+    waiting = [name for name in family if name not in values]
+    adjusted = {} if waiting else adjust(ledger, values)
+    found = {}
+    for name, claim in ledger.claims.items():
+        untestable = all(part["kind"] == "untestable" for part in claim["part"])
+        if (name in values and not (name in family and waiting)) or untestable:
+            found[name] = judge(claim, values.get(name, {}), adjusted.get(name))
+        else:
+            found[name] = Verdict(OPEN, math.nan, None, 0, waits_for(claim))
+    return found
+
+
+def waits_for(claim: Mapping) -> str:
+    """What an open claim lacks, in words."""
+    runs = claim["runs"]
+    if not runs:
+        return "the chapter that decides it is not in the book yet"
+    tasks = ", ".join(runs.get("tasks", [])).replace("_", " ")
+    recipe = runs.get("recipe", runs.get("model", ""))
+    return f"its runs are not made yet: {recipe if isinstance(recipe, str) else ' and '.join(recipe)}{f' on {tasks}' if tasks else ''}, seeds {runs.get('seeds', '')}"
+
+
+def regenerates(claim: Mapping) -> str:
+    """The command that makes the data behind a claim again; for claims without data of their own, the chapter itself."""
+    runs, chapter = claim["runs"], claim["chapter"]
+    if runs.get("recipe") == "toy":
+        return "snakemake -c2 toys"
+    if chapter == "length_generalization":
+        return "snakemake -c2 lengths"
+    if runs.get("recipe") in ("paper", "fast"):
+        return f"snakemake -c2 {runs['recipe']}"
+    if runs.get("model") == "SmolLM2-135M":
+        return "rope-heads fingerprint --model smollm2 --into smollm2"
+    if runs.get("model"):
+        return "rope-heads ask --help"
+    return f"rope-heads book --force --only {chapter}"
+
+
+def plain(value) -> str:
+    """A published value of the ledger as text."""
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key.replace('_', ' ')}: {plain(v)}" for key, v in value.items())
+    if isinstance(value, list):
+        return ", ".join(plain(v) for v in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def number(value: float) -> str:
+    """Three digits; never and undefined in words."""
+    if math.isinf(value):
+        return "never" if value > 0 else "-inf"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def ours(verdict: Verdict, claim: Mapping) -> list[str]:
+    """One line a part of the rule: estimate, interval where something was sampled, and how many seeds, clusters or cases stand behind it."""
+    lines = []
+    for part in claim["part"]:
+        found = dict(verdict.parts).get(part["name"])
+        if found is None or math.isnan(found.estimate):
+            continue
+        between = f" [{number(found.interval[0])}, {number(found.interval[1])}]" if found.interval else ""
+        unit = {"cases": "case", "correlation": "cluster"}.get(part["kind"], "seed" if claim["unit"] == "seed" else "value")
+        lines.append(f"{part['name']}: {number(found.estimate)}{between}, {found.n} {unit}{'s' * (found.n != 1)}")
+    return lines
+
+
+def table(values: Mapping[str, Values], ledger: Ledger | None = None) -> pd.DataFrame:
+    """One row a claim in the ledger's order; columns kind, paper, where, chapter, claim, published, ours (list), verdict, reason, command."""
+    ledger = ledger or read_ledger()
+    rows = {}
+    for name, verdict in judge_known(ledger, values).items():
+        claim = ledger.claims[name]
+        rows[name] = {"kind": claim["kind"], "paper": claim["paper"], "where": claim["where"], "chapter": claim["chapter"], "claim": claim["claim"],
+                      "published": plain(claim["published"]), "ours": ours(verdict, claim), "verdict": verdict.verdict, "reason": verdict.reason,
+                      "command": regenerates(claim)}
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("id")
+
+
+def tally(rows: pd.DataFrame) -> pd.DataFrame:
+    """Number of claims by verdict (columns, in ORDER) for the papers' claims and this book's own (rows)."""
+    whose = rows.paper.where(rows.kind == "paper", "this book").rename("claims of")
+    return pd.crosstab(whose, rows.verdict).reindex(columns=list(ORDER), fill_value=0)
+
+
+def to_html(rows: pd.DataFrame) -> str:
+    """The rows as an HTML table: claim and source, published, ours, verdict with links to the deciding cell. Text is escaped."""
+    escaped = html.escape
+    lines = ['<table class="scorecard"><thead><tr><th>Claim</th><th>Published</th><th>Measured here</th><th>Verdict</th></tr></thead><tbody>']
+    for name, row in rows.iterrows():
+        papers = " and ".join(f'<a href="{PAPERS[p]}">{p}</a>' for p in row.paper.split(" and "))
+        source = f"{papers}, {escaped(row['where'])}" if row.kind == "paper" else f"this book, on {papers}: {escaped(row['where'])}"
+        made_in = "" if row.verdict == OPEN else f'<a href="{row.chapter}.html#claim-{escaped(name)}">the cell that decides it</a>, data from '
+        measured = "<br>".join(escaped(line) for line in row.ours) or "-"
+        lines.append(
+            f'<tr id="{escaped(name)}"><td><p>{escaped(row.claim)}</p><p class="source">{source}</p></td>'
+            f'<td data-label="Published">{escaped(row.published) or "-"}</td><td data-label="Measured here">{measured}</td>'
+            f'<td data-label="Verdict"><p class="verdict" data-verdict="{row.verdict}">{row.verdict}</p>'
+            f'<p class="source">{escaped(row.reason)}<br>{made_in}<code>{escaped(row.command)}</code></p></td></tr>')  # fmt: skip
+    return "\n".join([*lines, "</tbody></table>"])
+
+
+def differences(recorded: Mapping[str, Values], frozen: Mapping[str, Values]) -> list[str]:
+    """What a build recorded otherwise than data/values has it: one line a claim. A difference of AGREE, relative, is none."""
+    ledger, lines = read_ledger(), []
+    for name in sorted(set(recorded) | set(frozen)):
+        if name not in recorded or name not in frozen:
+            lines.append(f"{name} is {'not frozen' if name not in frozen else 'frozen but was not recorded'}")
+        elif name in TRAINED_ANEW:
+            new, old = (judge(ledger.claims[name], side[name]).verdict for side in (recorded, frozen))
+            lines += [f"{name}: {new}, frozen {old}"] if new != old else []
+        elif not same(recorded[name], frozen[name]):
+            lines.append(f"{name}: {json.dumps(recorded[name])[:200]}, frozen {json.dumps(frozen[name])[:200]}")
+    return lines
+
+
+def same(a: Values, b: Values) -> bool:
+    """Equal names and labels, and numbers that agree to AGREE."""
+    if {k: set(v) for k, v in a.items()} != {k: set(v) for k, v in b.items()}:
+        return False
+    return all(math.isclose(x, b[name][label], rel_tol=AGREE, abs_tol=1e-12) for name, column in a.items() for label, x in column.items())

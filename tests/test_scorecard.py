@@ -1,0 +1,112 @@
+"""The scorecard: every claim in one table, from frozen values that a build must meet again."""
+
+import json
+import math
+import os
+
+import pytest
+from bs4 import BeautifulSoup
+
+from rope_heads import scorecard, verdicts
+from rope_heads.artefacts import data_folder, repository
+from rope_heads.claims import UNTESTED, judge, read_ledger
+
+LEDGER = read_ledger()
+FROZEN = scorecard.frozen_values()
+ROWS = scorecard.table(FROZEN)
+CHAPTERS_IN_BOOK = {path.stem for path in (repository() / "book").glob("*.ipynb")}
+TABLE = {"mechanistic_metrics": "runs/paper/mechanism.parquet", "training_dynamics": "runs/paper/accuracy.parquet", "rope_fingerprints": "runs/toys/formation.parquet",
+         "length_generalization": "runs/lengths/lengths.parquet"}  # what a claim of the chapter that is still open waits for  # fmt: skip
+AUDIT = {"own-shortcut-used", "own-bridge"}  # wait for tables of their own
+
+
+def test_every_claim_of_the_ledger_has_a_row_and_a_verdict():
+    assert list(ROWS.index) == list(LEDGER.claims)
+    assert set(ROWS.verdict) <= set(scorecard.ORDER)
+    assert int(scorecard.tally(ROWS).to_numpy().sum()) == len(LEDGER.claims)
+
+
+def test_only_claims_whose_chapter_or_table_is_missing_are_open():
+    for name, row in ROWS[ROWS.verdict == scorecard.OPEN].iterrows():
+        written = row.chapter in CHAPTERS_IN_BOOK
+        assert not written or name in AUDIT or not (data_folder() / TABLE[row.chapter]).exists(), f"{name} has its data but no frozen value"
+        assert row.reason and row.ours == []
+
+
+def test_judged_rows_agree_with_the_rules():
+    for name, values in FROZEN.items():
+        if not any("family" in part for part in LEDGER.claims[name]["part"]):
+            assert ROWS.verdict[name] == judge(LEDGER.claims[name], values).verdict
+
+
+def test_the_last_quick_build_recorded_the_frozen_values():
+    report = repository() / "_build" / "report.json"
+    built = json.loads(report.read_text()) if report.is_file() else {}
+    if not built.get("ok") or built["mode"] != "quick" or not all(r["chapter"] in CHAPTERS_IN_BOOK for r in built["chapters"]):
+        assert not os.environ.get("CI"), "run `make book` first"
+        pytest.skip("no whole build in mode quick: run `make book` first")
+    done = [record["chapter"] for record in built["chapters"]]
+    recorded = {claim: values for name in done for claim, values in verdicts.recorded(chapter=name).items()}
+    frozen = {claim: values for name in done for claim, values in verdicts.recorded(data_folder() / "values", name).items()}
+    assert frozen and scorecard.differences(recorded, frozen) == []
+
+
+def test_a_changed_or_missing_value_is_found():
+    name = "P1-theorem-3.1"
+    changed = {value: {label: v + 1e-3 for label, v in column.items()} for value, column in FROZEN[name].items()}
+    assert scorecard.differences({name: changed}, {name: FROZEN[name]})[0].startswith(f"{name}: ")
+    assert scorecard.differences({}, {name: FROZEN[name]}) == [f"{name} is frozen but was not recorded"]
+    assert scorecard.differences({name: FROZEN[name]}, {}) == [f"{name} is not frozen"]
+    nearly = {value: {label: v * (1 + 1e-9) for label, v in column.items()} for value, column in FROZEN[name].items()}
+    assert scorecard.differences({name: nearly}, {name: FROZEN[name]}) == []
+    fewer = {value: dict(list(column.items())[1:]) for value, column in FROZEN[name].items()}
+    assert scorecard.differences({name: fewer}, {name: FROZEN[name]})
+
+
+def test_inf_in_frozen_values_is_never():
+    assert scorecard.same({"x": {"0": math.inf}}, {"x": {"0": math.inf}}) and not scorecard.same({"x": {"0": math.inf}}, {"x": {"0": 1.0}})
+    assert scorecard.number(math.inf) == "never"
+
+
+def test_a_family_is_judged_as_a_whole_or_not_at_all():
+    family = [name for name, claim in LEDGER.claims.items() if any("family" in part for part in claim["part"])]
+    needed = {name: {key: {str(seed): 100.0 + seed for seed in range(8)} for key in verdicts._needed(LEDGER.claims[name])} for name in family}
+    assert scorecard.OPEN not in {scorecard.judge_known(LEDGER, needed)[name].verdict for name in family}
+    needed.pop(family[0])
+    assert {scorecard.judge_known(LEDGER, needed)[name].verdict for name in family} == {scorecard.OPEN}
+
+
+def test_the_table_shows_what_was_measured_and_where():
+    page = BeautifulSoup(scorecard.to_html(ROWS), "html.parser")
+    assert len(page.select("tbody tr")) == len(ROWS)
+    for name, row in ROWS.iterrows():
+        cells = page.find("tr", id=name).find_all("td")
+        assert row.claim in cells[0].get_text() and cells[3].select_one(".verdict").text == row.verdict and row.command in cells[3].get_text()
+        links = [tag["href"] for tag in cells[3].find_all("a")]
+        assert links == ([] if row.verdict == scorecard.OPEN else [f"{row.chapter}.html#claim-{name}"])
+        assert all(line in cells[2].get_text() for line in row.ours)
+
+
+def test_text_of_the_table_is_escaped():
+    rows = ROWS.head(1).assign(claim="<script>alert(1)</script>", where="<b>", published="a < b")
+    text = scorecard.to_html(rows)
+    assert "<script>" not in text and "&lt;script&gt;" in text and "a &lt; b" in text
+
+
+def test_no_verdict_without_an_interval_or_cases():
+    """Sampled parts carry an interval, or say that too few runs allow none and then reach a limit at most; everything else is a listed case."""
+    for name, verdict in scorecard.judge_known(LEDGER, FROZEN).items():
+        for part, found in zip(LEDGER.claims[name]["part"], dict(verdict.parts).values(), strict=False):
+            if part["kind"] in ("cases", "untestable") or found.verdict == UNTESTED:
+                continue
+            assert found.interval is not None or (found.verdict != "holds" and "no interval" in found.reason), name
+
+
+def test_commands_name_what_exists():
+    rules = (repository() / "Snakefile").read_text()
+    for command in set(ROWS.command):
+        if command.startswith("snakemake"):
+            target = command.split()[-1]
+            assert f"rule {target}:" in rules or f'"{target}": {{"recipe"' in rules, command
+        else:
+            assert command.startswith("rope-heads ")
