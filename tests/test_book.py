@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import rope_heads
-from rope_heads import runner
+from rope_heads import contents
 from rope_heads.artefacts import check_data, data_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -154,7 +154,7 @@ def test_a_chapter_without_its_solutions_still_parses_and_names_no_answer_it_lac
 
 def test_the_table_of_contents_lists_exactly_the_pages_that_exist():
     there = {path.relative_to(ROOT).with_suffix("").as_posix() for path in (ROOT / "book").iterdir() if path.suffix in (".ipynb", ".md")}
-    listed = runner.pages(ROOT)
+    listed = contents.pages(ROOT)
     assert len(listed) == len(set(listed)) and set(listed) - WRITTEN_BY_THE_BUILD == there
     assert listed[0] == "book/index"
 
@@ -182,8 +182,8 @@ def test_the_setup_cell_installs_what_torch_and_colab_do_not_bring():
 
 
 def test_what_a_chapter_says_it_reads_exists():
-    for path in runner.chapters(ROOT):
-        runner.files_read(ROOT, path)
+    for path in contents.chapters(ROOT):
+        contents.files_read(ROOT, path)
 
 
 def test_direct_dependencies_are_locked_and_cuda_is_not():

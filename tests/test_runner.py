@@ -11,7 +11,7 @@ import psutil
 import pytest
 from sampler import ROOT, house, sampler, write
 
-from rope_heads import pages, runner
+from rope_heads import contents, pages, runner
 
 PARAMETERS = ('mode = "quick"  # "quick" or "full"\nseed = 0  # any whole number', {"tags": ["parameters"]})
 GENEROUS = runner.Limits(cell=300, chapter=600)
@@ -209,7 +209,7 @@ def test_chapters_are_the_notebooks_of_the_table_of_contents_in_order(tmp_path):
                                        "    - file: book/second\n- chapters:\n  - file: book/glossary\n  - file: book/status\n")  # fmt: skip
     for name in ("first", "second", "third", "unlisted"):
         write(tmp_path, name, ["# Title"])
-    assert [path.stem for path in runner.chapters(tmp_path)] == ["first", "third", "second"]
+    assert [path.stem for path in contents.chapters(tmp_path)] == ["first", "third", "second"]
 
 
 # ---- whole builds ----
@@ -326,4 +326,4 @@ def test_a_full_disk_fails_clearly_and_does_no_harm(tmp_path):
 
 
 def test_the_book_s_own_chapters_are_found():
-    assert [path.stem for path in runner.chapters(ROOT)][0] == "index"
+    assert [path.stem for path in contents.chapters(ROOT)][0] == "index"

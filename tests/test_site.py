@@ -19,7 +19,7 @@ from bs4 import BeautifulSoup
 from playwright.sync_api import sync_playwright
 from sampler import ROOT, sampler
 
-from rope_heads import pages, runner
+from rope_heads import contents, pages, runner
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -56,7 +56,7 @@ def the_book():
         missing("the site is not built: run `make book` first")
     report = json.loads((html / "report.json").read_text())
     keys = {record["chapter"]: record["key"] for record in report["chapters"]}
-    wanted = {path.stem: runner.cache_key(ROOT, path, runner.parameters_of(report["mode"])) for path in runner.chapters(ROOT)}
+    wanted = {path.stem: runner.cache_key(ROOT, path, runner.parameters_of(report["mode"])) for path in contents.chapters(ROOT)}
     changed = sorted(name for name in wanted if keys.get(name) != wanted[name])
     if changed:
         missing(f"_build/html is older than {', '.join(changed)}: run `make book` first")

@@ -62,7 +62,7 @@ def parameter(text: str) -> tuple:
 
 
 def book(arguments) -> int:
-    from rope_heads import pages, runner
+    from rope_heads import contents, pages
     from rope_heads.artefacts import repository
 
     if "mode" in dict(arguments.parameter):
@@ -75,11 +75,17 @@ def book(arguments) -> int:
 
         print(f"data/values now holds what these chapters recorded last: {', '.join(scorecard.freeze(root / '_build' / 'values')) or 'none'}")
         return 0
-    names = [path.stem for path in runner.chapters(root)]
+    try:
+        notebooks = contents.chapters(root)
+        for notebook in notebooks:
+            contents.check_chapter(root, notebook)
+    except contents.ChapterError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    names = [path.stem for path in notebooks]
     if arguments.only and arguments.only not in names:
         raise argparse.ArgumentTypeError(f"--only: no chapter is called {arguments.only!r}; there are: {', '.join(names)}")
     return pages.build(root, mode=arguments.mode, only=arguments.only, force=arguments.force, minutes=arguments.time_limit,
-                       extra=dict(arguments.parameter))
+                       extra=dict(arguments.parameter), solutions=not arguments.without_solutions)
 
 
 def check_data(arguments) -> int:
@@ -257,6 +263,9 @@ def build_parser() -> argparse.ArgumentParser:
         "Mode quick takes about ten minutes on two cores, full takes days; a second run without changes takes seconds.")
     command.add_argument("--mode", choices=("quick", "full"), default="quick", help="quick: frozen runs where live ones take long; full: all anew")
     command.add_argument("--only", metavar="CHAPTER", help="execute this chapter alone and render a preview to _build/preview")
+    command.add_argument("--without-solutions", action="store_true",
+                         help="for a class: leave out all solutions, also from the notebooks that the pages offer, and render to "
+                         "_build/html-teaching (executes each chapter as students get it; takes as long as the first build)")
     command.add_argument("--force", action="store_true", help="execute also what is up to date")
     command.add_argument("--parameter", metavar="NAME=VALUE", type=parameter, action="append", default=[],
                          help="a value for the chapters' parameters cells; a chapter that does not declare it fails")

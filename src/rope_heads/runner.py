@@ -20,15 +20,12 @@ import time
 from pathlib import Path
 
 from rope_heads.artefacts import sha256, write_bytes
+from rope_heads.contents import ChapterError, files_read, without_solutions
 
 MODES = ("quick", "full")
 MINUTES = {"quick": 30, "full": 48 * 60}  # default limit of a cell; a chapter may take twice that
 SAY_EVERY = 10.0  # seconds between two lines of progress
 SAMPLE_EVERY = 0.5  # seconds between two looks at the memory
-
-
-class ChapterError(Exception):
-    """A chapter did not run to its end. The message starts with the chapter's name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,44 +39,9 @@ def limits_for(mode: str, minutes: float | None = None) -> Limits:
     return Limits(cell=seconds, chapter=2 * seconds)
 
 
-def pages(root: Path) -> list[str]:
-    """Pages of _toc.yml in reading order, as paths without suffix (`book/tasks`)."""
-    import yaml
-
-    def files(entry):
-        if isinstance(entry, list):
-            return [name for item in entry for name in files(item)]
-        if isinstance(entry, dict):
-            own = [entry[key] for key in ("root", "file") if key in entry]
-            return own + [name for key in ("parts", "chapters", "sections") for name in files(entry.get(key, []))]
-        return []
-
-    return files(yaml.safe_load((root / "_toc.yml").read_text(encoding="utf-8")))
-
-
-def chapters(root: Path) -> list[Path]:
-    """Notebooks of the book in reading order: the pages of _toc.yml that are .ipynb files."""
-    return [path for page in pages(root) if (path := root / f"{page}.ipynb").is_file()]
-
-
 def parameters_of(mode: str, extra: dict | None = None) -> dict:
     """What papermill is given. `quick` is what every chapter declares itself, so nothing is passed for it."""
     return ({} if mode == "quick" else {"mode": mode}) | (extra or {})
-
-
-def files_read(root: Path, notebook: Path) -> list[Path]:
-    """Files of data/ a chapter depends on: those its metadata name (`rope_heads: {"reads": ["published"]}`), all of data/ otherwise."""
-    try:
-        metadata = json.loads(notebook.read_text(encoding="utf-8"))["metadata"]
-    except (ValueError, KeyError) as error:
-        raise ChapterError(f"{notebook.stem}: {notebook.name} is not a notebook ({type(error).__name__}: {error})") from None
-    found = []
-    for name in metadata.get("rope_heads", {}).get("reads", ["."]):
-        path = root / "data" / name
-        if not path.exists():
-            raise ChapterError(f"{notebook.stem}: its metadata say that it reads data/{name}, which is not there")
-        found += sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
-    return found
 
 
 def cache_key(root: Path, notebook: Path, parameters: dict) -> str:
@@ -144,19 +106,22 @@ def environment(build: Path) -> dict:
     return {"OMP_NUM_THREADS": "1", **quiet, **os.environ, **folders, "PYTHONUNBUFFERED": "1"}
 
 
-def execute(root: Path, notebook: Path, parameters: dict, limits: Limits, folder: Path, key: str, say=print) -> dict:
-    """Runs one chapter in a child process and keeps it in `folder`; returns its record, raises ChapterError.
+def execute(root: Path, notebook: Path, parameters: dict, limits: Limits, folder: Path, key: str, say=print, solutions: bool = True) -> dict:
+    """Runs one chapter, with its `solutions` or without, in a child process and keeps it in `folder`; returns its record, raises ChapterError.
 
-    The record: seconds, peak_memory_mb (sampled twice a second), versions, parameters, executed (time), key, sha256, stderr.
+    The record: seconds, peak_memory_mb (sampled twice a second), versions, parameters, executed (time), key, sha256, stderr, values.
     """
     build, name = root / "_build", notebook.stem
     work = build / "work" / name
     work.mkdir(parents=True, exist_ok=True)
-    job = {"notebook": str(notebook), "output": str(work / "executed.ipynb"), "parameters": parameters, "cell_limit": limits.cell}
+    job = {"notebook": str(notebook), "output": str(work / "executed.ipynb"), "parameters": parameters, "cell_limit": limits.cell,
+           "solutions": solutions}
     progress, result = work / "progress.json", work / "result.json"
     for old in (progress, result, Path(job["output"])):
         old.unlink(missing_ok=True)
     write_bytes(work / "job.json", json.dumps(job).encode())
+    values = build / "values" / f"{name}.json"  # what the chapter measures for the ledger: `verdicts.record` writes it
+    values.unlink(missing_ok=True)
     log = work / "log.txt"
     started, peak, said = time.monotonic(), 0.0, time.monotonic()
     with open(log, "wb") as output:
@@ -188,7 +153,8 @@ def execute(root: Path, notebook: Path, parameters: dict, limits: Limits, folder
     content = Path(job["output"]).read_bytes()
     record = {"chapter": name, "seconds": round(time.monotonic() - started, 1), "peak_memory_mb": round(peak), "parameters": parameters,
               "executed": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "versions": outcome["versions"],
-              "stderr": outcome["stderr"], "key": key, "sha256": hashlib.sha256(content).hexdigest()}
+              "stderr": outcome["stderr"], "key": key, "sha256": hashlib.sha256(content).hexdigest(),
+              "values": json.loads(values.read_text(encoding="utf-8")) if values.is_file() else {}}
     write_bytes(folder / f"{name}.ipynb", content)
     write_bytes(folder / f"{name}.json", (json.dumps(record, indent=1) + "\n").encode())
     return record
@@ -257,12 +223,17 @@ def _execute_here(work: Path) -> dict:
 
     logging.getLogger("papermill").setLevel(logging.WARNING)
     job = json.loads((work / "job.json").read_text(encoding="utf-8"))
-    declared = papermill.inspect_notebook(job["notebook"])
+    written = Path(job["notebook"])
+    if not job["solutions"]:
+        less = without_solutions(json.loads(written.read_text(encoding="utf-8")), written.stem)
+        written = work / written.name
+        write_bytes(written, json.dumps(less).encode())
+    declared = papermill.inspect_notebook(str(written))
     unknown = sorted(set(job["parameters"]) - set(declared))
     if unknown:
         known = ", ".join(declared) or "none"
         return {"error": f"undeclared parameter {', '.join(unknown)}; its cell tagged 'parameters' declares: {known}"}
-    tags = [cell.metadata.get("tags", []) for cell in nbformat.read(job["notebook"], as_version=4).cells]
+    tags = [cell.metadata.get("tags", []) for cell in nbformat.read(written, as_version=4).cells]
     injected = next((i + 1 for i, own in enumerate(tags) if "parameters" in own), len(tags)) if job["parameters"] else len(tags)
     state = {"cell": 0}
 
@@ -275,7 +246,7 @@ def _execute_here(work: Path) -> dict:
 
     try:
         notebook = papermill.execute_notebook(
-            job["notebook"], None, parameters=job["parameters"], kernel_name="python3", progress_bar=False, start_timeout=300,
+            str(written), None, parameters=job["parameters"], kernel_name="python3", progress_bar=False, start_timeout=300,
             request_save_on_cell_execute=False, execution_timeout=max(1, round(job["cell_limit"])),
             cwd=str(Path(job["notebook"]).parent), on_cell_start=begin)
     except papermill.PapermillExecutionError as error:
@@ -305,6 +276,8 @@ def main(work: Path) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         outcome = _execute_here(work)
+    except ChapterError as error:
+        outcome = {"error": str(error).partition(": ")[2]}
     except Exception as error:  # a broken notebook, a kernel that does not start: the parent reports it under the chapter's name
         outcome = {"error": f"{type(error).__name__}: {error}"}
     write_bytes(work / "result.json", json.dumps(outcome).encode())
