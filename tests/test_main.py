@@ -8,7 +8,7 @@ import pytest
 from rope_heads import __main__ as command_line
 from rope_heads import artefacts
 
-COMMANDS = ["book", "check-data", "train", "measure", "lengths", "collect", "fingerprint", "bench"]
+COMMANDS = ["book", "check-data", "train", "measure", "lengths", "collect", "fingerprint", "ask", "toy", "bench"]
 
 
 def run(*arguments):

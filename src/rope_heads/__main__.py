@@ -396,9 +396,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "bench", help="measure speed, as ratios",
-        description="Prints sequences a second of each task, the speed of a training step and of long inputs against Hugging Face's GPT-J, and "
-        "that of head spectra against whole matrices, measured in turns in one process. Takes about three minutes on an idle core; writes nothing.")
-    command.add_argument("--only", choices=("sequences", "training", "spectra", "lengths"), nargs="+", help="default: all")
+        description="Prints sequences a second of each task, the speed of a training step and of long inputs against Hugging Face's GPT-J, of "
+        "scores against brute force and of head spectra against whole matrices, measured in turns in one process. Takes about three minutes on an idle core; writes nothing.")
+    command.add_argument("--only", choices=("sequences", "training", "scores", "spectra", "lengths"), nargs="+", help="default: all")
     command.add_argument("--threads", type=count, default=1)
     command.set_defaults(handler=bench)
     return parser

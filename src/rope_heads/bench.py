@@ -1,5 +1,6 @@
 """Speed, as ratios measured side by side: everything compared runs in one process, in turns, so that a slow moment hits both alike."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from rope_heads.lengths import GRID, read
 from rope_heads.model import Config, Transformer
+from rope_heads.scores import positional_symbolic, swap_logits
 from rope_heads.spectra import qk_spectrum
 from rope_heads.tasks import LENGTH, TASKS
 from rope_heads.training import RECIPES, parameter_groups
@@ -77,6 +79,42 @@ def training(rounds: int = 12) -> list[str]:
     return lines
 
 
+def scores_by_brute_force(model: Transformer, layer: int, hidden: torch.Tensor, temperature: float = 1e-4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both scores [prompt, head] as they are defined: the layer runs again on all inputs for every exchange of two keys before the last token."""
+    base, query = model.attention(layer, hidden)[:, :, -1], hidden.shape[1] - 1
+    cosines, moved = [], []
+    for a, b in itertools.combinations(range(query), 2):
+        order = list(range(query + 1))
+        order[a], order[b] = b, a
+        before, after = base[..., [a, b]], model.attention(layer, hidden[:, order])[:, :, -1][..., [a, b]]
+        norm = before.norm(dim=-1) * after.norm(dim=-1)
+        cosines.append(torch.stack([(before * after).sum(-1), (before.flip(-1) * after).sum(-1)]) / norm)
+        moved.append((before[..., 0] - before[..., 1]).abs())
+    weights = (torch.stack(moved, -1) / temperature).softmax(-1)
+    positional, symbolic = (weights * torch.stack(cosines, -1)).sum(-1)
+    return positional, symbolic
+
+
+def scores(rounds: int = 5, points: int = 135, inputs: tuple[tuple[int, int], ...] = ((17, 300), (49, 20))) -> list[str]:
+    """Scores of a whole training run without the model's forward pass, and the closed form against brute force in fp64, in turns."""
+    torch.manual_seed(0)
+    model, lines = Transformer(Config()).eval(), []
+    with torch.inference_mode():
+        hidden = model.layer_inputs(torch.randint(1, 137, (300, 17)))
+        once = statistics.median(in_turns({"all": lambda: [positional_symbolic(swap_logits(model, i, h)) for i, h in enumerate(hidden[: len(model.blocks)])]}, rounds)["all"])
+        lines.append(f"{points} evaluations x {len(model.blocks)} layers x 300 prompts: {points * once:.0f} s (from {rounds} evaluations)")
+        model = model.double()
+        for length, batch in inputs:
+            h = model.layer_inputs(torch.randint(1, 137, (batch, length)))[3]
+            found: dict[str, tuple] = {}
+            seconds = in_turns({"brute": lambda h=h, found=found: found.update(brute=scores_by_brute_force(model, 3, h)),
+                                "ours": lambda h=h, found=found: found.update(ours=positional_symbolic(swap_logits(model, 3, h)))}, 3)  # fmt: skip
+            off = max((x - y).abs().max().item() for x, y in zip(found["brute"], found["ours"], strict=True))
+            middle, low, high = ratio(seconds["brute"], seconds["ours"])
+            lines.append(f"{batch} prompts of {length} tokens: {middle:.0f} times as fast as brute force (quartiles {low:.0f} to {high:.0f}), scores agree to {off:.0e}")
+    return lines
+
+
 def spectra(rounds: int = 3, heads: int = 8, width: int = 2048) -> list[str]:
     """Spectra of heads as wide as Llama-3-8B's, and eigenvalues through the core against those of the whole matrix, float64."""
     w_q, w_k = torch.randn(2, heads, 4096, 128, generator=torch.Generator().manual_seed(0)) / 64
@@ -118,7 +156,7 @@ def lengths(rounds: int = 3, inputs: tuple[tuple[int, int], ...] = ((17, 256), (
     return lines
 
 
-BENCHES = {"sequences": sequences, "training": training, "spectra": spectra, "lengths": lengths}
+BENCHES = {"sequences": sequences, "training": training, "scores": scores, "spectra": spectra, "lengths": lengths}
 
 
 def main(names: list[str], threads: int = 1, report: Callable[[str], None] = print) -> None:
