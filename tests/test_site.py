@@ -230,6 +230,8 @@ def test_pages_in_the_browser(browser, site, served, scheme, width):
         if visit.page.evaluate("document.documentElement.scrollWidth > window.innerWidth"):
             problems.append(f"{name}: wider than the screen")
         problems += [f"{name}: maths not typeset: {text}" for text in untypeset(visit.page)]
+        problems += [f"{name}: formula sticks out of its line: {text}" for text in formulas_cut(visit.page)]
+        problems += [f"{name}: {fault}" for fault in figure_faults(visit.page)]
         problems += [f"{name}: {fault}" for fault in accessibility(visit.page)]
         visit.page.close()
     context.close()
@@ -239,6 +241,24 @@ def test_pages_in_the_browser(browser, site, served, scheme, width):
 def untypeset(page):
     return page.evaluate("""() => [...document.querySelectorAll("article .math, mjx-merror")]
         .filter(node => node.localName == "mjx-merror" || !node.querySelector("mjx-container")).map(node => node.textContent.slice(0, 80))""")
+
+
+def formulas_cut(page):
+    """Inline formulas that reach beyond their paragraph, in which a narrow screen cuts them; displayed ones scroll."""
+    return page.evaluate("""() => [...document.querySelectorAll("article span.math mjx-container")]
+        .filter(node => node.getBoundingClientRect().right > node.closest("p, li, dd, td, h1, h2, h3").getBoundingClientRect().right + 1)
+        .map(node => node.textContent.slice(0, 80))""")
+
+
+def figure_faults(page):
+    """Figures whose print is too small to read, or that scroll without being reached by keyboard under a name of their own."""
+    frames = page.evaluate("""() => [...document.querySelectorAll("article .figure-frame")].map(frame => ({
+        src: frame.firstChild.src, shown: frame.firstChild.clientWidth / frame.firstChild.naturalWidth,
+        scrolls: frame.scrollWidth > frame.clientWidth + 1, focus: frame.tabIndex, name: frame.getAttribute("aria-label")}))""")
+    small = [f"print of {frame['src']} shrinks to {frame['shown']:.2f} of its size" for frame in frames if frame["shown"] < 0.6]
+    silent = [f"{frame['src']} scrolls but has no name or no focus" for frame in frames if frame["scrolls"] != (frame["focus"] == 0 and bool(frame["name"]))]
+    names = [frame["name"] for frame in frames if frame["scrolls"]]
+    return small + silent + [f"two figures are called {name}" for name in set(names) if names.count(name) > 1]
 
 
 def accessibility(page):
@@ -252,7 +272,8 @@ def test_the_browser_test_sees_faults(browser, site, served):
     """Against itself: a page with one fault of each kind is reported for each."""
     faults = ('<img src="https://example.org/x.png"><script>console.error("faulty")</script><script>undefinedFunction()</script>'
               '<span class="math">\\(\\frac{\\)</span><p style="color:#aaa;background:#fff">pale</p><div style="width:3000px">wide</div>'
-              '<script src="nowhere.js"></script>')  # fmt: skip
+              '<script src="nowhere.js"></script><p style="width:40px"><span class="math">\\(a + b + c + d + e + f\\)</span></p>'
+              '<span class="figure-frame"><img src="../_static/front.png" style="min-width:9px;width:99px"></span>')  # fmt: skip
     (site / "book/faulty.html").write_text((site / "book/title.html").read_text().replace("</article>", faults + "</article>"))
     try:
         context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
@@ -262,6 +283,7 @@ def test_the_browser_test_sees_faults(browser, site, served):
         for words in ("another host: https://example.org/x.png", "console: faulty", "exception: undefinedFunction", "404:"):
             assert words in complaints
         assert visit.page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
+        assert formulas_cut(visit.page) == ["a+b+c+d+e+f"] and "print of" in figure_faults(visit.page)[0]
         assert untypeset(visit.page) and "color-contrast" in " ".join(accessibility(visit.page))
         context.close()
     finally:
