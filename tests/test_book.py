@@ -93,6 +93,36 @@ def test_cells_are_short_and_parse(path):
 
 
 @every_notebook
+def test_visible_code_fits_its_column(path):
+    for cell in code(read(path)):
+        long = [line for line in cell.source.splitlines() if len(line) > 85]
+        assert not long or {"hide-input", "hide-cell", "remove-cell"} & set(tags(cell)), f"{path.name}: cell {cell.id}: more than 85 characters: {long[0]}"
+
+
+@every_chapter
+def test_no_exercise_shows_its_target(path):
+    """What a check compares with is computed, out of sight or by brute force: no number that the exercise does not name stands in the cell."""
+    words, asked = dict(enumerate("zero one two three four five six seven eight nine ten".split())), set()
+    for cell in read(path).cells:
+        if cell.cell_type == "markdown":
+            asked = set(re.findall(r"\w+", cell.source.lower())) if EXERCISE.search(cell.source) else asked
+            continue
+        if "checks." not in cell.source or {"solution", "hide-input"} & set(tags(cell)):
+            continue
+        tree = ast.parse(plain(cell.source))
+        numbers = {node.targets[0].id for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+                   and isinstance(node.value, ast.Constant) and isinstance(node.value.value, (int, float))}  # fmt: skip
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("checks.close", "checks.equal"):
+                target = ast.unparse(call.args[2])
+                given = words.get(abs(int(target)), target) in asked if re.fullmatch(r"-?\d+", target) else False
+                literal = isinstance(call.args[2], (ast.Constant, ast.UnaryOp, ast.BinOp))
+                assert given or not literal and target not in numbers, (
+                    f"{path.name}: cell {cell.id} shows what {ast.unparse(call.args[0])} should be"
+                )
+
+
+@every_notebook
 def test_a_notebook_names_no_machine_and_draws_no_progress_bar(path):
     for cell in read(path).cells:
         for words in (r"/home/", r"/Users/", r"/tmp/", r"/root/", r"[A-Z]:\\\\", r"\btqdm\b", r"\bpickle\b", r"trust_remote_code"):

@@ -56,3 +56,20 @@ def test_equal(capsys, value, expected, good):
 def test_holds(capsys, condition, good):
     assert checks.holds("all sequences", condition, "leaves some sequences out") is good
     assert said(capsys).startswith("right: all sequences" if good else "not yet: all sequences ")
+
+
+@pytest.mark.parametrize("value, words", [
+    (4, "right: the gap"), (torch.tensor(4.0), "right: the gap"), (4 - 1e-7, "right: the gap"), (5, "right: the gap"),
+    (3.9, "not yet: the gap can be larger"), (float("nan"), "not yet: the gap can be larger"), (..., "not yet: the gap is still to be filled in"),
+    (None, "not yet: the gap is still to be filled in"),
+])  # fmt: skip
+def test_largest_finds_its_target_itself(capsys, value, words):
+    assert checks.largest("the gap", value, lambda x: torch.tensor(4 - (x - 2) ** 2), range(5)) is words.startswith("right")
+    assert said(capsys) == words
+
+
+def test_an_open_answer_costs_no_search():
+    def never(candidate):
+        raise AssertionError
+
+    assert not checks.largest("the gap", ..., never, range(5))

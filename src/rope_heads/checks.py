@@ -53,3 +53,11 @@ def holds(name: str, condition, hint: str = "does not hold yet") -> bool:
     if condition is ... or condition is None:
         return _say(name, "is still to be filled in")
     return _say(name, None if np.all(_array(condition)) else hint)
+
+
+def largest(name: str, value, function, candidates, tolerance: float = 1e-6) -> bool:
+    """Is `value` as large as `function` at the best of `candidates`, up to `tolerance`? The target is found here and shown nowhere."""
+    if value is ... or value is None:
+        return _say(name, "is still to be filled in")
+    best = max(float(_array(function(candidate))) for candidate in candidates)
+    return _say(name, None if float(_array(value)) >= best - tolerance else "can be larger")  # written so that nan is wrong
