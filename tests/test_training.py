@@ -15,7 +15,7 @@ from rope_heads import artefacts
 from rope_heads.model import Config, Transformer
 from rope_heads.tasks import LETTER, NUMBER, Batch
 from rope_heads.training import (RECIPES, Recipe, Run, accuracy_by_hops, batch_rows, changed, configured, first_of_each, one_process,
-                                 parameter_groups, train_side_by_side)  # fmt: skip
+                                 parameter_groups)  # fmt: skip
 
 TINY = {"layers": 2, "width": 32, "mlp": 64}
 SHORT = Recipe(name="short", steps=30, batch=16, lr=1e-3, warmup=5)
@@ -277,13 +277,6 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
             start(tmp_path).train()
     assert not list(tmp_path.glob("*.tmp"))
     start(tmp_path).train()
-
-
-def test_side_by_side_names_what_failed(tmp_path):
-    blocked = tmp_path / "runs"
-    blocked.write_text("a file where a folder should be")
-    with pytest.raises(RuntimeError, match="number fast 0 ended with"):
-        train_side_by_side([("number", "fast", 0)], blocked, report=lambda line: None)
 
 
 # ---- what came after the first runs ------------------------------------------------------------------------------------------------

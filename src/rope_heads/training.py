@@ -11,8 +11,6 @@ import dataclasses
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 import typing
 from collections.abc import Callable, Iterable
@@ -381,29 +379,3 @@ def batch_rows(seed: int, step: int, batch: int, size: int) -> np.ndarray:
 
 def run_folder(root: str | os.PathLike, task: str, recipe: str, seed: int) -> Path:
     return Path(root) / recipe / f"{task}-{seed}"
-
-
-def train_side_by_side(runs: list[tuple[str, str, int]], root: str | os.PathLike, until: float | None = None,
-                       report: Callable[[str], None] = print) -> None:  # fmt: skip
-    """Train (task, recipe, seed) runs at the same time, one process and one thread each, through the command line.
-
-    Lines of progress are passed on as they come. RuntimeError names the runs that failed, with the end of their output.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    def one(run: tuple[str, str, int]) -> str | None:
-        task, recipe, seed = run
-        command = [sys.executable, "-u", "-m", "rope_heads", "train", "--task", task, "--recipe", recipe, "--seed", str(seed), "--runs", str(root)]
-        command += ["--until", str(until)] if until is not None else []
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
-            lines = []
-            for line in process.stdout:
-                lines.append(line.rstrip())
-                report(lines[-1])
-        return None if process.returncode == 0 else f"{' '.join(map(str, run))} ended with {process.returncode}: {' / '.join(lines[-3:])}"
-
-    with ThreadPoolExecutor(len(runs)) as pool:
-        failures = [failure for failure in pool.map(one, runs) if failure]
-    if failures:
-        raise RuntimeError("; ".join(failures))
