@@ -189,6 +189,15 @@ def test_the_table_of_contents_lists_exactly_the_pages_that_exist():
     assert listed[0] == "book/index"
 
 
+def test_the_glossary_explains_the_book_s_own_words_and_no_others():
+    glossary = (ROOT / "book/glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^(?!```)(\S.*)\n  ", glossary.partition("```{glossary}")[2], re.M)
+    assert len(terms) == len(set(terms)) and {"gap", "sharpness", "frozen", "verdict", "slot", "pure head"} <= set(terms)
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "book").glob("**/*.*") if path.suffix in (".md", ".ipynb") and path.stem != "glossary"]
+    unused = [term for term in terms if term.lower() not in " ".join(pages).lower()]
+    assert not unused, f"the glossary explains {unused}, which no page says"
+
+
 def test_setup_cell_configuration_and_package_name_one_address_and_one_tag():
     setup = read(NOTEBOOKS[0]).cells[1].source
     repository = CONFIG["repository"]
