@@ -1,5 +1,6 @@
 """Extracted heads against the models they come from: logits and patterns rebuilt from our weights equal those of transformers' own code."""
 
+import json
 import struct
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 import transformers
 from models import scatter
+from safetensors.torch import load_file, save_file
 
 from rope_heads import ctranslate2
 from rope_heads.pretrained import Block, decoder, extract, installed, layers, load_heads, load_model, norm_of
@@ -188,6 +190,66 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
         installed("gpt5")
     with pytest.raises(FileNotFoundError, match="nothing.gguf is not here"):
         load_model(tmp_path / "nothing.gguf")
+    for missing in (tmp_path / "folder", "", "./folder", "a/b/c"):
+        with pytest.raises(FileNotFoundError, match="is not here: give a folder"):
+            load_model(missing)
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match="must be a folder.*got another file"):
+        load_model(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="revision is for models of the hub.*got 'step7'"):
+        load_model(tmp_path, "step7")
+
+
+def damaged(kind: str, folder) -> None:
+    """A saved model with one fault."""
+    weights, values = folder / "model.safetensors", folder / "config.json"
+    tensors, config = load_file(weights), json.loads(values.read_text())
+    first = "model.layers.1.self_attn.q_proj.weight"
+    changed = {
+        "lacks a tensor": {name: t for name, t in tensors.items() if name != first},
+        "other names": {f"x.{name}": t for name, t in tensors.items()},
+        "not finite": tensors | {first: tensors[first] * torch.nan},
+        "another shape": tensors | {first: tensors[first][:-1].clone()},
+    }
+    if kind in changed:
+        save_file(changed[kind], weights, {"format": "pt"})
+    else:
+        content = weights.read_bytes()
+        weights.write_bytes({"cut": content[:-1000], "cut header": content[:20], "empty": b"", "noise": b"\xff" * 500}.get(kind, content))
+    config |= {"layers missing": {"num_hidden_layers": 3}, "no layers": {"num_hidden_layers": 0}, "no heads": {"num_attention_heads": 0},
+               "a word": {"num_attention_heads": "four"}, "five heads": {"num_attention_heads": 5}, "mamba": {"model_type": "mamba"}}.get(kind, {})  # fmt: skip
+    values.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("kind, told", [
+    ("lacks a tensor", "lacks 1 of the model's weights, model.layers.1.self_attn.q_proj.weight"), ("other names", "is not whole"),
+    ("not finite", "q_proj.weight holds numbers that are not finite"), ("another shape", "cannot be read as a model"), ("cut", "cannot be read as a model"),
+    ("cut header", "cannot be read as a model"), ("empty", "cannot be read as a model"), ("noise", "cannot be read as a model"),
+    ("layers missing", "is not whole: it lacks"), ("no layers", "has no layer"), ("no heads", "cannot be read as a model"),
+    ("a word", "cannot be read as a model.*got str"), ("five heads", "cannot be read as a model.*multiple"), ("mamba", "no adapter for models of type 'mamba'"),
+])  # fmt: skip
+def test_a_folder_that_is_not_whole_is_refused_in_one_line(tmp_path, kind, told):
+    """transformers fills what is missing with random numbers and says so in a table: numbers from it would be measured as if they were real."""
+    small("llama").save_pretrained(tmp_path / "model")
+    damaged(kind, tmp_path / "model")
+    with pytest.raises((OSError, ValueError), match=told) as error:
+        load_heads(tmp_path / "model")
+    assert "\n" not in str(error.value) and str(tmp_path / "model") in str(error.value)
+
+
+def test_a_cut_gguf_header_is_refused(tmp_path):
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2, 5) + b"\x08" * 20)
+    with pytest.raises(OSError, match="cut.gguf cannot be read as a model"):
+        load_model(tmp_path / "cut.gguf")
+
+
+def test_norms_without_gain_and_bias_still_centre(monkeypatch):
+    """Galactica's OPT has such norms."""
+    model = small("opt", layer_norm_elementwise_affine=False, enable_bias=False)
+    theirs, hidden = own_logits(model, torch.randint(60, (2, LENGTH)), monkeypatch)
+    for block, expected, x in zip(extract(model).blocks, theirs, hidden):
+        seen = torch.isfinite(ours := block.logits(x)).expand_as(expected)
+        assert block.centred and torch.allclose(ours[seen], expected[seen], atol=1e-5 * float(expected[seen].std()))
 
 
 def test_decoder_layers_and_norms_are_found_in_every_family():
@@ -242,3 +304,72 @@ def test_a_cut_or_altered_ctranslate2_file_is_refused(tmp_path):
         path.write_bytes(bad)
         with pytest.raises(ValueError, match="model.bin cannot be read as a CTranslate2 file"):
             ctranslate2.read_variables(path)
+
+
+def whisper_file(folder, changes=None, kinds=None):
+    """A CTranslate2 file of a Whisper of width 4 with two layers in the encoder and one in the decoder; `changes` replaces arrays, None removes."""
+    rng = np.random.default_rng(0)
+
+    def norm(name):
+        return {f"{name}/gamma": (4,), f"{name}/beta": (4,)}
+
+    def linear(name, rows, columns=4):
+        return {f"{name}/weight": (rows, columns), f"{name}/bias": (rows,)}
+
+    shapes = {"encoder/conv1/weight": (4, 3, 3), "encoder/conv1/bias": (4,), "encoder/conv2/weight": (4, 4, 3), "encoder/conv2/bias": (4,),
+              "encoder/position_encodings/encodings": (6, 4), "decoder/position_encodings/encodings": (9, 4), "decoder/embeddings/weight": (5, 4),
+              **norm("encoder/layer_norm"), **norm("decoder/layer_norm")}  # fmt: skip
+    for layer in ("encoder/layer_0", "encoder/layer_1", "decoder/layer_0"):
+        own = f"{layer}/self_attention"
+        shapes |= norm(f"{own}/layer_norm") | linear(f"{own}/linear_0", 12) | linear(f"{own}/linear_1", 4) | norm(f"{layer}/ffn/layer_norm")
+        shapes |= linear(f"{layer}/ffn/linear_0", 16) | linear(f"{layer}/ffn/linear_1", 4, 16)
+        if layer.startswith("decoder"):
+            cross = f"{layer}/attention"
+            shapes |= norm(f"{cross}/layer_norm") | linear(f"{cross}/linear_0", 4) | linear(f"{cross}/linear_1", 8) | linear(f"{cross}/linear_2", 4)
+    arrays = {name: rng.normal(size=shape).astype(np.float16) for name, shape in shapes.items()}
+    arrays |= {"encoder/num_heads": np.array(2, np.int16), "decoder/num_heads": np.array(1, np.int16)} | (changes or {})
+    arrays = {name: a for name, a in arrays.items() if a is not None}
+    out = struct.pack("<IH", 6, 2) + b"W\0" + struct.pack("<II", 3, len(arrays))
+    for name, a in arrays.items():
+        out += struct.pack("<H", len(name) + 1) + name.encode() + b"\0" + struct.pack(f"<B{a.ndim}I", a.ndim, *a.shape)
+        out += struct.pack("<BI", ctranslate2.TYPES.index(a.dtype.type), a.nbytes) + a.tobytes()
+    folder.mkdir(exist_ok=True)
+    (folder / "model.bin").write_bytes(out + struct.pack("<I", 0))
+    (folder / "vocabulary.txt").write_text("a\nb\nc\n<|endoftext|>\n<|startoftranscript|>\n")
+    return folder / "model.bin"
+
+
+def test_whispers_with_fewer_layers_in_the_decoder_keep_their_encoder_whole(tmp_path):
+    """The distilled ones and large-v3-turbo: 32 layers hear, 2 or 4 write."""
+    path = whisper_file(tmp_path)
+    model = load_model(path)
+    config = model.config
+    assert (config.encoder_layers, config.decoder_layers, config.encoder_attention_heads, config.decoder_attention_heads) == (2, 1, 2, 1)
+    stored = ctranslate2.read_variables(path)["encoder/layer_1/ffn/linear_1/weight"]
+    assert np.array_equal(model.model.encoder.layers[1].fc2.weight.numpy(), stored.astype(np.float32))
+
+
+@pytest.mark.parametrize("name, value, told", [
+    ("decoder/layer_0/self_attention/linear_0/weight", np.ones((12, 4), np.int8), "must hold fp16 or fp32, got int8: convert the model without quantization"),
+    ("decoder/layer_0/self_attention/linear_0/weight", np.full((12, 4), np.nan, np.float16), "not finite"),
+    ("decoder/layer_0/self_attention/linear_0/weight", np.ones((12, 3), np.float16), "cannot be read as a Whisper model"),
+    ("decoder/layer_0/self_attention/linear_0/weight", None, "cannot be read as a Whisper model"),
+    ("decoder/embeddings/weight", None, "cannot be read as a Whisper model.*decoder/embeddings/weight"),
+    ("decoder/embeddings/weight", np.ones(5, np.float16), "cannot be read as a Whisper model"),
+    ("decoder/num_heads", None, "cannot be read as a Whisper model"), ("decoder/num_heads", np.array(0, np.int16), "cannot be read as a Whisper model"),
+    ("decoder/num_heads", np.array(3, np.int16), "cannot be read as a Whisper model"),
+])  # fmt: skip
+def test_a_ctranslate2_file_without_a_whole_whisper_is_refused_in_one_line(tmp_path, name, value, told):
+    path = whisper_file(tmp_path, {name: value})
+    with pytest.raises(ValueError, match=told) as error:
+        load_model(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name, content", [("vocabulary.txt", b"a\nb\n"), ("vocabulary.txt", b"\xff\xfe"), ("vocabulary.json", b"{}"), ("vocabulary.json", b"[7"),
+                                           ("vocabulary.json", b"[1, 2]")])  # fmt: skip
+def test_a_vocabulary_that_is_none_is_refused_by_name(tmp_path, name, content):
+    path = whisper_file(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match="vocabulary.*install it again"):
+        load_model(path)

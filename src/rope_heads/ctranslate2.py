@@ -66,11 +66,11 @@ def _attention(prefix: str, own: str, cross: bool = False) -> dict[str, tuple[st
     return {f"{own}.{name}": (f"{prefix}/{file}", part, of) for name, (file, part, of) in parts.items()}
 
 
-def to_transformers(arrays: dict[str, np.ndarray], layers: int) -> dict[str, torch.Tensor]:
-    """State of a `WhisperForConditionalGeneration` with `layers` layers on either side, in fp32."""
+def to_transformers(arrays: dict[str, np.ndarray], layers: dict[str, int]) -> dict[str, torch.Tensor]:
+    """State of a `WhisperForConditionalGeneration` with layers {"encoder": n, "decoder": n}, in fp32."""
     names = {f"encoder.{name}": (file, 0, 1) for name, file in ENCODER.items()} | {f"decoder.{name}": (file, 0, 1) for name, file in DECODER.items()}
     for side in ("encoder", "decoder"):
-        for i in range(layers):
+        for i in range(layers[side]):
             own, file = f"{side}.layers.{i}", f"{side}/layer_{i}"
             names |= _attention(f"{file}/self_attention", f"{own}.self_attn") | {f"{own}.self_attn_layer_norm": (f"{file}/self_attention/layer_norm", 0, 1)}
             if side == "decoder":
@@ -84,6 +84,8 @@ def to_transformers(arrays: dict[str, np.ndarray], layers: int) -> dict[str, tor
             found = file if file in arrays else next((f"{file}/{end}" for end in ends if f"{file}/{end}" in arrays), None)
             if found is None or name.endswith(".weight") and kind == "bias":
                 continue
+            if not np.issubdtype(arrays[found].dtype, np.floating):
+                raise ValueError(f"{found} must hold fp16 or fp32, got {arrays[found].dtype}: convert the model without quantization")
             own = name if name.endswith(".weight") else f"{name}.{kind}"
             if not own.endswith("k_proj.bias"):  # zero in the file, absent in the model
                 state[f"model.{own}"] = torch.from_numpy(np.split(arrays[found].astype(np.float32), of)[part].copy())
@@ -92,18 +94,29 @@ def to_transformers(arrays: dict[str, np.ndarray], layers: int) -> dict[str, tor
 
 
 def read_whisper(path: str | Path) -> nn.Module:
-    """transformers' `WhisperForConditionalGeneration` with the weights of a CTranslate2 file, fp32, evaluation mode. Shapes are read off the arrays."""
+    """transformers' `WhisperForConditionalGeneration` with the weights of a CTranslate2 file, fp32, evaluation mode. Shapes are read off the arrays.
+
+    ValueError names a file that holds no whole Whisper, or one whose weights are quantized.
+    """
+    arrays, special = read_variables(path), special_tokens(path)
+    try:
+        return _whisper(arrays, special)
+    except (KeyError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+        told = " ".join(str(error).split())  # torch lists every tensor that is wrong
+        raise ValueError(f"{path} cannot be read as a Whisper model ({type(error).__name__}: {told[:200]}): install it again") from None
+
+
+def _whisper(arrays: dict[str, np.ndarray], special: dict[str, int]) -> nn.Module:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-    arrays = read_variables(path)
     vocabulary, width = arrays["decoder/embeddings/weight"].shape
-    layers = sum(name.startswith("decoder/layer_") and name.endswith("/ffn/linear_0/weight") for name in arrays)
-    heads = int(arrays["decoder/num_heads"])
+    layers = {side: sum(name.startswith(f"{side}/layer_") and name.endswith("/ffn/linear_0/weight") for name in arrays) for side in ("encoder", "decoder")}
     config = WhisperConfig(
-        vocab_size=vocabulary, d_model=width, encoder_layers=layers, decoder_layers=layers, encoder_attention_heads=heads, decoder_attention_heads=heads,
+        vocab_size=vocabulary, d_model=width, encoder_layers=layers["encoder"], decoder_layers=layers["decoder"],
+        encoder_attention_heads=int(arrays["encoder/num_heads"]), decoder_attention_heads=int(arrays["decoder/num_heads"]),
         encoder_ffn_dim=4 * width, decoder_ffn_dim=4 * width, num_mel_bins=arrays["encoder/conv1/weight"].shape[1],
         max_source_positions=len(arrays["encoder/position_encodings/encodings"]), max_target_positions=len(arrays["decoder/position_encodings/encodings"]),
-        attn_implementation="eager", **special_tokens(path))  # fmt: skip
+        attn_implementation="eager", **special)  # fmt: skip
     with torch.random.fork_rng():
         model = WhisperForConditionalGeneration(config)
     model.load_state_dict(to_transformers(arrays, layers))
@@ -113,13 +126,23 @@ def read_whisper(path: str | Path) -> nn.Module:
 def special_tokens(path: str | Path) -> dict[str, int]:
     """Ids of the tokens that begin and end a transcript, from the vocabulary beside the weights."""
     words = vocabulary(path)
-    end, start = words.index("<|endoftext|>"), words.index("<|startoftranscript|>")
+    try:
+        end, start = words.index("<|endoftext|>"), words.index("<|startoftranscript|>")
+    except ValueError:
+        raise ValueError(f"{Path(path).parent}: the vocabulary lacks <|endoftext|> or <|startoftranscript|>, this is no Whisper: install it again") from None
     return {"pad_token_id": end, "eos_token_id": end, "bos_token_id": end, "decoder_start_token_id": start}
 
 
 def vocabulary(path: str | Path) -> list[str]:
     """The tokens of a CTranslate2 folder, by id, in the byte-level spelling of GPT-2 (a leading space is written \u0120)."""
     folder = Path(path).parent
-    if (folder / "vocabulary.json").is_file():
-        return json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
-    return (folder / "vocabulary.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    listed = folder / "vocabulary.json"
+    file = listed if listed.is_file() else folder / "vocabulary.txt"
+    try:
+        text = file.read_text(encoding="utf-8")
+        words = json.loads(text) if file == listed else text.removesuffix("\n").split("\n")
+    except ValueError as error:  # also bytes that are no text
+        raise ValueError(f"{file} cannot be read as a vocabulary ({error}): install it again") from None
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{file} must hold a list of words: install it again")
+    return words

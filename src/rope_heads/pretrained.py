@@ -98,36 +98,74 @@ def load_heads(source: str | Path, revision: str | None = None) -> Heads:
 
 
 def load_model(source: str | Path, revision: str | None = None) -> nn.Module:
-    """The transformers model of `source` (see `load_heads`), fp32 for files that hold 4 or 16 bits, evaluation mode."""
-    import transformers
+    """The transformers model of `source` (see `load_heads`), fp32 for files that hold 4 or 16 bits, evaluation mode.
 
+    OSError or ValueError, with one line, when it cannot be read whole: transformers itself fills what a file lacks with random numbers.
+    """
     path = installed(source) if source in INSTALLED else Path(source)
+    _check_place(source, path, revision)
     if path.suffix == ".bin":
         from rope_heads.ctranslate2 import read_whisper
 
-        return read_whisper(path)
-    kind, options = transformers.AutoModelForCausalLM, {"use_safetensors": True, "revision": revision or "main"}
-    if path.suffix == ".gguf":
+        model = read_whisper(path)
+    else:
+        model = _from_transformers(source, path, revision or "main")
+    for name, weight in model.state_dict().items():
+        if not weight.isfinite().all():
+            raise ValueError(f"{source}: {name} holds numbers that are not finite: fetch the weights again")
+    return model.eval().requires_grad_(False)
+
+
+def _check_place(source: str | Path, path: Path, revision: str | None) -> None:
+    """What can be said before transformers takes a missing folder for a name of the hub, or a file for a configuration."""
+    if path.suffix in (".gguf", ".bin"):
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is not here: give the path of a GGUF file")
-        source, options = path.parent, {"gguf_file": path.name}
+            raise FileNotFoundError(f"{path} is not here: give the path of a {'GGUF' if path.suffix == '.gguf' else 'CTranslate2'} file")
+    elif path.is_file():
+        raise ValueError(f"{source} must be a folder, a GGUF file (.gguf), a CTranslate2 file (.bin) or a hub name, got another file: give its folder")
+    elif not str(source) or not path.is_dir() and (path.is_absolute() or str(source)[0] in ".~" or str(source).count("/") > 1):
+        raise FileNotFoundError(f"{str(source)!r} is not here: give a folder, a GGUF file or a hub name such as EleutherAI/pythia-410m")
+    if revision is not None and path.exists():
+        raise ValueError(f"revision is for models of the hub, and {source} is on this machine: leave it out, got {revision!r}")
+
+
+def _from_transformers(source: str | Path, path: Path, revision: str) -> nn.Module:
+    import transformers
+
+    kind, where, options = transformers.AutoModelForCausalLM, source, {"use_safetensors": True, "revision": revision}
+    if path.suffix == ".gguf":
+        where, options = path.parent, {"gguf_file": path.name}
     try:
         if "gguf_file" not in options:  # those are language models, and reading their header takes seconds
-            config = transformers.AutoConfig.from_pretrained(source, revision=options["revision"], trust_remote_code=False)
-            kind = transformers.WhisperForConditionalGeneration if config.model_type == "whisper" else kind
+            family = transformers.AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=False).model_type
+            if family not in ADAPTERS:
+                raise ValueError(_no_adapter(family))
+            kind = transformers.WhisperForConditionalGeneration if family == "whisper" else kind
         with torch.random.fork_rng():  # building layers draws numbers; a caller's seed stays untouched
-            model = kind.from_pretrained(source, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, **options)
-    except (OSError, ValueError) as error:
+            model, told = kind.from_pretrained(where, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False,
+                                               output_loading_info=True, **options)  # fmt: skip
+    except ImportError:
+        raise
+    except Exception as error:  # each reader of a format, and each check of a configuration, raises errors of its own
         told = " ".join(str(error).split())  # transformers writes paragraphs
         raise OSError(f"{source} cannot be read as a model with safetensors or GGUF weights: {told[:300]}") from None
-    return model.eval().requires_grad_(False)
+    lacking = sorted(told["missing_keys"])
+    if lacking:
+        raise ValueError(f"{source} is not whole: it lacks {len(lacking)} of the model's weights, {', '.join(lacking[:3])}; fetch it again")
+    return model
+
+
+def _no_adapter(family: str) -> str:
+    return f"no adapter for models of type {family!r}, there are: {', '.join(ADAPTERS)}"
 
 
 def extract(model: nn.Module, name: str = "") -> Heads:
     """Heads of a transformers model in memory. Weights are copied in fp32 (fp64 stays), 16 x width^2 bytes a layer."""
     family = model.config.model_type
     if family not in ADAPTERS:
-        raise ValueError(f"no adapter for models of type {family!r}, there are: {', '.join(ADAPTERS)}")
+        raise ValueError(_no_adapter(family))
+    if not len(layers(model)):
+        raise ValueError(f"{name or family} has no layer, expected one or more: its configuration is wrong")
     with torch.random.fork_rng(), torch.no_grad():
         return Heads(name or family, family, tuple(ADAPTERS[family](model)))
 
@@ -154,8 +192,8 @@ def _block(layer, scale: float, heads: int, q, k, v, out, window: int | None = N
     width, d_head = q[0].shape[1], q[0].shape[0] // heads
     norm = norm_of(layer)
     eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
-    own = nn.LayerNorm(width, eps) if getattr(norm, "bias", None) is not None else nn.RMSNorm(width, eps)
-    own.load_state_dict(norm.state_dict())
+    own = nn.LayerNorm(width, eps) if isinstance(norm, nn.LayerNorm) else nn.RMSNorm(width, eps)
+    own.load_state_dict(norm.state_dict(), strict=False)  # a norm without gain and bias (Galactica's) is one with gain 1 and bias 0
     attention = Attention(width, heads, d_head, bias=True, scale=scale, **positions)
     weights, biases = [], []
     for weight, bias in (q, k, v):
