@@ -49,6 +49,20 @@ def test_detectors_equal_means_over_the_attention_that_transformers_returns(fami
     assert (found["previous_sd"] > 0).all() and not any(norm_of(layer)._forward_hooks for layer in layers(model))
 
 
+def test_inputs_that_the_model_does_not_have_are_refused():
+    model = small("gpt2")  # 60 ids, 40 positions
+    with pytest.raises(ValueError, match="tokens must be 0 to 59, got 60"):
+        hidden_states(model, torch.tensor([[60, 1]]))
+    with pytest.raises(ValueError, match="tokens must be 0 to 59, got -1"):
+        hidden_states(model, torch.tensor([[3, -1]]))
+    for family in ("gpt2", "opt", "gpt_neo", "gptj", "whisper"):
+        with pytest.raises(ValueError, match="41 tokens are too long for this model, which takes 40"):
+            hidden_states(small(family), torch.ones(1, 41, dtype=torch.long))
+    for none in (0, -3, []):
+        with pytest.raises(ValueError, match="tokens must be a number of ids >= 1"):
+            repeated_tokens(1, 3, none, bos=0)
+
+
 def test_other_inputs_are_refused():
     model = small("llama")
     with pytest.raises(ValueError, match="must be \\[BOS, r, r\\]"):

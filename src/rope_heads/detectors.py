@@ -23,7 +23,9 @@ def repeated_tokens(count: int, length: int, tokens: int | Sequence[int], bos: i
     """`count` sequences [BOS, r, r], r uniform over the ids below `tokens`, or over the listed ones; 1 + 2 x length tokens each."""
     if count < 1 or length < 2:
         raise ValueError(f"count must be >= 1 and length >= 2, got {count} and {length}")
-    ids = torch.arange(tokens) if isinstance(tokens, int) else torch.as_tensor(tokens)
+    ids = torch.arange(max(tokens, 0)) if isinstance(tokens, int) else torch.as_tensor(tokens)
+    if not len(ids):
+        raise ValueError(f"tokens must be a number of ids >= 1 or a list of ids, got {tokens}")
     r = ids[torch.randint(len(ids), (count, length), generator=torch.Generator().manual_seed(seed))]  # [sequence, length]
     return torch.cat((torch.full((count, 1), bos), r, r), dim=1)
 
@@ -42,8 +44,20 @@ def start_token(model: nn.Module) -> int:
     return next((i for i in (getattr(model.config, name, None) for name in names) if isinstance(i, int)), 0)
 
 
+def _check_tokens(model: nn.Module, tokens: Int[Tensor, "sequence position"]) -> None:
+    """ids that have an embedding, positions that the model knows. Some rotary models go on beyond them, with other angles than those extracted."""
+    ids, longest = model.get_input_embeddings().num_embeddings, getattr(model.config, "max_target_positions", None)
+    longest = longest or getattr(model.config, "max_position_embeddings", None)
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= ids:
+        raise ValueError(f"tokens must be 0 to {ids - 1}, got {low if low < 0 else high}: the model's configuration names an id that it does not have")
+    if longest is not None and tokens.shape[1] > longest:
+        raise ValueError(f"sequences of {tokens.shape[1]} tokens are too long for this model, which takes {longest}: use a model for longer inputs")
+
+
 def hidden_states(model: nn.Module, tokens: Int[Tensor, "sequence position"], **options):
     """Runs embedding, layers and final norm, without unembedding. Whisper's decoder hears silence."""
+    _check_tokens(model, tokens)
     options = {"use_cache": False, **options}
     if model.config.model_type == "whisper":
         frames = 2 * model.config.max_source_positions
