@@ -54,8 +54,8 @@ def test_an_interrupted_ablation_goes_on_and_ends_with_the_same_table(made, tmp_
     whole.write(["detectors", "phase"])
     expected = artefacts.read_parquet(whole.folder / "phase.parquet")[0]
     lines = (tmp_path / "runs/tiny/phase.jsonl").read_text().splitlines()
-    assert len(lines) == 25  # 12 heads, two blocks for three sequences
-    (tmp_path / "runs/tiny/phase.jsonl").write_text("\n".join(lines[:6]) + "\n" + lines[6][:20])  # killed while it wrote the sixth head
+    assert len(lines) == 27  # 12 heads and the loss before any change, two blocks for three sequences
+    (tmp_path / "runs/tiny/phase.jsonl").write_text("\n".join(lines[:7]) + "\n" + lines[7][:20])  # killed while it wrote the sixth head
     told = []
     again = made(report=told.append)
     again.write(["phase"])
@@ -81,6 +81,62 @@ def test_progress_of_another_model_is_not_taken_up(made, tmp_path):
     measures.write(["detectors"])
     with pytest.raises(ValueError, match="phase.jsonl belongs to .*another.*remove it or use another --into"):
         measures.write(["phase"])
+
+
+def test_damaged_progress_is_done_again_and_progress_of_other_weights_is_refused(made, tmp_path):
+    whole, path = made(), tmp_path / "runs/tiny/phase.jsonl"
+    whole.write(["detectors", "phase"])
+    expected, good = artefacts.read_parquet(whole.folder / "phase.parquet")[0], path.read_text().splitlines()
+    key, value = json.loads(good[3])
+    bad = ["7", "[1]", "{}", "[[0], 3]", json.dumps([key, value | {"loss": value["loss"][:1]}]), json.dumps([key, value | {"loss": [float("nan")] * 2}]),
+           json.dumps([key, {"loss": value["loss"]}])]  # fmt: skip
+    path.write_bytes("\n".join([*good[:3], *bad]).encode() + b"\n\xff\xfe\x00\n" + "\n".join(good[6:]).encode())
+    whole.write(["phase"])
+    assert artefacts.read_parquet(whole.folder / "phase.parquet")[0].equals(expected)
+    for start in (good[0][:9], ""):  # killed while it wrote the first line
+        path.write_text(start)
+        made().write(["phase"])
+        assert path.read_text().splitlines()[0] == good[0]
+    path.write_bytes(b"\xff\xfe\n\n")
+    with pytest.raises(ValueError, match="phase.jsonl belongs to .*remove it"):
+        made().write(["phase"])
+    path.write_text("\n".join(good))
+    model = small("llama")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.1)
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="phase.jsonl was made with other weights under the name .*remove it"):
+        made().write(["phase"])
+
+
+def test_tables_of_another_model_are_neither_read_nor_overwritten(made, tmp_path):
+    made().write(["detectors"])
+    small("gpt2").save_pretrained(tmp_path / "other")
+    before = (tmp_path / "data/runs/tiny/detectors.parquet").read_bytes()
+    for only in (["composition"], ["detectors"]):
+        with pytest.raises(ValueError, match="detectors.parquet belongs to .*model, not to .*other: use another --into"):
+            Measures(str(tmp_path / "other"), "tiny", data=tmp_path / "data").write(only)
+    with pytest.raises(ValueError, match="belongs to .*model, not to .*model at step7"):
+        made(revision="step7").write(["spectra"])
+    assert (tmp_path / "data/runs/tiny/detectors.parquet").read_bytes() == before
+    (tmp_path / "data/runs/tiny/detectors.parquet").write_bytes(before[:-50])
+    with pytest.raises(ValueError, match="detectors.parquet cannot be read as a table.*remove it"):
+        made().write(["spectra"])
+
+
+def test_models_of_one_layer_and_runs_of_one_sequence(made, tmp_path):
+    small("llama", num_hidden_layers=1).save_pretrained(tmp_path / "one")
+    one = made()
+    one.source, one.ablated = str(tmp_path / "one"), 1
+    assert "composition" not in one.tables()
+    one.write(["detectors", "phase"])  # a warning would be an error
+    assert artefacts.read_parquet(one.folder / "phase.parquet")[0].increase_sd.isna().all()
+
+
+def test_a_missing_tokenizer_is_said_in_one_line(made):
+    with pytest.raises(OSError, match="has no tokenizer that can be read, which scores and planes need") as error:
+        made().write(["scores"])
+    assert "\n" not in str(error.value)
 
 
 def test_what_a_model_cannot_have_and_what_must_come_first_is_said(made, tmp_path):

@@ -4,7 +4,9 @@ Each table is written on its own and names the command that makes it again. The 
 progress in a file of lines and goes on where it stopped.
 """
 
+import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -65,10 +67,13 @@ class Measures:
     def tables(self) -> list[str]:
         """Names of the tables that this model can have."""
         rotary, spoken = self.heads.positions == "rope", not self.model.config.is_encoder_decoder
-        return [name for name in TABLES if (rotary or name not in ROTARY) and (spoken or name not in SPOKEN)]
+        return [name for name in TABLES if (rotary or name not in ROTARY) and (spoken or name not in SPOKEN)
+                and (len(self.heads.blocks) > 1 or name != "composition")]  # fmt: skip
 
     def write(self, only: Iterable[str] = ()) -> dict[str, int]:
-        """Writes the tables `only` (default all) and returns the number of rows of each."""
+        """Writes the tables `only` (default all) and returns the number of rows of each. ValueError when the folder holds another model's."""
+        for name in TABLES:
+            self._present(name)
         can = self.tables()
         cannot = sorted(set(only) - set(can))
         if cannot:
@@ -80,6 +85,7 @@ class Measures:
             command = f"rope-heads fingerprint --model {self.source} --into {self.into} --only {name}" + (f" --revision {self.revision}" if self.revision else "")
             if name in ("phase", "control") and self.ablated != ABLATED:
                 command += f" --ablated {self.ablated}"
+            more |= {"revision": self.revision} if self.revision else {}
             origin = artefacts.provenance(command, round(more.pop("seconds", time.process_time() - cpu), 1), 0, model=str(self.source), **more)
             artefacts.write_parquet(self.folder / f"{name}.parquet", pd.DataFrame(found), origin)
             rows[name] = len(found)
@@ -130,7 +136,7 @@ class Measures:
             found = detectors.k_composition(self.heads, int(layer), int(head))
             rows += [{"layer": int(layer), "head": int(head), "earlier_layer": i, "earlier_head": j, "k_composition": float(found[i, j])}
                      for i in range(len(found)) for j in range(self.heads.heads)]  # fmt: skip
-        return rows, {}
+        return pd.DataFrame(rows, columns=["layer", "head", "earlier_layer", "earlier_head", "k_composition"]), {}
 
     @property
     def _path(self) -> Path:
@@ -140,7 +146,13 @@ class Measures:
         import transformers
 
         where, more = (self._path.parent, {"gguf_file": self._path.name}) if self._path.suffix == ".gguf" else (self.source, {"revision": self.revision or "main"})
-        return transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=False, **more)
+        try:
+            return transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=False, **more)
+        except ImportError:
+            raise
+        except Exception as error:  # each reader of a format raises errors of its own
+            told = " ".join(str(error).split())[:300]
+            raise OSError(f"{self.source} has no tokenizer that can be read, which {' and '.join(SPOKEN)} need: {told}") from None
 
     def _vocabulary(self) -> list[str]:
         """Tokens of text, by id."""
@@ -203,6 +215,10 @@ class Measures:
                 ablation = PhaseAblation(self.model, self.heads, tokens[start : start + BLOCK])
                 losses["before"].append(ablation.baseline)
                 losses["first_copy"].append(ablation.first_copy)
+                known = done((start, len(ablation.tokens), "before"), lambda ablation=ablation: {"loss": ablation.baseline.tolist()})["loss"]
+                if not torch.allclose(torch.tensor(known), ablation.baseline, atol=1e-3):
+                    raise ValueError(f"{done.path} was made with other weights under the name {self.source}: its loss before any change is "
+                                     f"{sum(known) / len(known):.3f}, now {ablation.baseline.mean():.3f}; remove it")  # fmt: skip
                 for job in jobs:
                     parts[job].append(done((start, len(ablation.tokens), *job), lambda job=job, ablation=ablation: work(ablation, *job)))
                     if done.new:
@@ -213,7 +229,7 @@ class Measures:
         for job, found in parts.items():
             loss = torch.tensor([value for part in found for value in part["loss"]])
             increase = loss - before
-            rows.append(dict(zip(names, job)) | {"loss": float(loss.mean()), "increase": float(increase.mean()), "increase_sd": float(increase.std()),
+            rows.append(dict(zip(names, job)) | {"loss": float(loss.mean()), "increase": float(increase.mean()), "increase_sd": float(increase.std()) if len(increase) > 1 else math.nan,
                                                  "share": float(increase.mean() / (first - before).mean())})  # fmt: skip
             if "mean_square" in found[0]:
                 weights = [len(part["loss"]) for part in found]
@@ -222,11 +238,26 @@ class Measures:
         more = {"sequences": len(tokens), "length": LENGTH, "before": float(before.mean()), "first_copy": float(first.mean()), "seconds": seconds}
         return sorted(rows, key=lambda row: [row[column] for column in names]), more
 
-    def _frozen(self, name: str) -> pd.DataFrame:
+    def _present(self, name: str) -> pd.DataFrame | None:
+        """A table that is there, or None. ValueError when it is of another model, or no table at all."""
         path = self.folder / f"{name}.parquet"
         if not path.exists():
-            raise ValueError(f"{path} is needed first: rope-heads fingerprint --model {self.source} --into {self.into} --only {name}")
-        return artefacts.read_parquet(path)[0]
+            return None
+        try:
+            frame, told = artefacts.read_parquet(path)
+        except (ValueError, OSError) as error:  # pyarrow raises either for a cut file
+            raise ValueError(f"{path} cannot be read as a table ({error}): remove it or use another --into") from None
+        made = told.get("model"), told.get("revision")
+        if made != (str(self.source), self.revision):
+            raise ValueError(f"{path} belongs to {made[0]}{f' at {made[1]}' if made[1] else ''}, not to {self.source}"
+                             f"{f' at {self.revision}' if self.revision else ''}: use another --into, or remove that folder's tables")  # fmt: skip
+        return frame
+
+    def _frozen(self, name: str) -> pd.DataFrame:
+        found = self._present(name)
+        if found is None:
+            raise ValueError(f"{self.folder / name}.parquet is needed first: rope-heads fingerprint --model {self.source} --into {self.into} --only {name}")
+        return found
 
     def _by_head(self, found: dict[str, torch.Tensor]) -> list[dict]:
         """Rows of values [layer, head]."""
@@ -240,19 +271,22 @@ class Progress:
 
     def __init__(self, path: Path, identity: dict):
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        if lines and json.loads(lines[0]) != identity:
-            raise ValueError(f"{path} belongs to {lines[0]}, expected {json.dumps(identity)}: remove it or use another --into")
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        head = json.dumps(identity)
+        if lines and lines[0] != head:
+            if len(lines) > 1 or not head.startswith(lines[0]):
+                raise ValueError(f"{path} belongs to {lines[0][:200]!a}, expected {head}: remove it or use another --into")
+            lines = []  # stopped while it wrote the first line
+        self.path, self.new = path, False
         self.done: dict[tuple, dict] = {}
-        self.new = False
         for line in lines[1:]:
-            try:
+            with contextlib.suppress(ValueError, TypeError, KeyError, IndexError):  # cut when a run stopped, or damaged: done again
                 key, value = json.loads(line)
-            except ValueError:  # the line that was being written when the run stopped
-                continue
-            self.done[tuple(key)] = value
-        self.file = open(path, "a", encoding="utf-8")
-        self.file.write("\n" if lines else json.dumps(identity) + "\n")
+                if len(value["loss"]) == key[1] and all(map(math.isfinite, (*value["loss"], value["seconds"]))):
+                    self.done[tuple(key)] = value
+        self.file = open(path, "a" if lines else "w", encoding="utf-8")
+        self.file.write("\n" if lines else head + "\n")
+        self.file.flush()
 
     def __enter__(self):
         return self
