@@ -56,9 +56,12 @@ def plan(tasks: Sequence[str] = one_hop.TASKS, settings: Sequence[str] = ("plain
 
 
 def tokens_at_most(item: Item) -> int:
-    """A generous guess of a prompt's tokens without the model's tokenizer: two a word for pieces of three characters, 4 a chat turn."""
-    chat = one_hop.prompt(item)
-    return sum(4 + sum(max(2, -(-len(word) // 3)) for word in turn["content"].split()) for turn in chat)
+    """A generous guess of a prompt's tokens without the model's tokenizer: two a word for pieces of three characters, 4 a chat turn.
+
+    Commas and line breaks are tokens of their own.
+    """
+    texts = [turn["content"] for turn in one_hop.prompt(item)]
+    return sum(4 + text.count(",") + text.count("\n") + sum(max(2, -(-len(word) // 3)) for word in text.split()) for text in texts)
 
 
 @dataclass(frozen=True)
@@ -75,20 +78,44 @@ class Price:
 # ---- the file --------------------------------------------------------------------------------------------------------------------
 
 
+WHOLE = {"window": 2, "data_set": 0, "number": 0, "input_tokens": 0, "output_tokens": 0, "rank": 1, "candidates": 2}  # least value of whole numbers
+
+
+def _fault(record) -> str:
+    """What is wrong with a line, or nothing. A fault that goes unseen here ends a chapter far from its cause."""
+    if not isinstance(record, dict):
+        return "lacks everything"
+    missing = [field for field in FIELDS if field not in record]
+    if missing:
+        return f"lacks {', '.join(missing)}"
+    for name in FIELDS + ("rank", "candidates"):
+        value = record.get(name)
+        if name in WHOLE:
+            if name in record and (not isinstance(value, int) or isinstance(value, bool) or value < WHOLE[name]):
+                return f"has {name} = {value!r:.40}, expected a whole number >= {WHOLE[name]}"
+        elif name in FIELDS and not isinstance(value, str):
+            return f"has {name} = {value!r:.40}, expected text"
+    try:
+        one_hop.check(record["task"], record["setting"])
+    except ValueError as error:
+        return f"cannot be one: {error}"
+    return "" if record["window"] <= one_hop.LONGEST else f"has window = {record['window']}, expected at most {one_hop.LONGEST}"
+
+
 def read(path: Path) -> list[dict]:
     """Records of a file; [] when there is none. A last line that was cut off is left out; any other bad line is a ValueError."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     records = []
     for i, line in enumerate(lines[:-1], 1):  # what follows the last line break is empty, or was cut off while it was written
         try:
-            record = json.loads(line)
-            missing = [field for field in FIELDS if field not in record]
-        except (ValueError, TypeError):
-            record, missing = None, ["everything"]
-        if missing:
-            raise ValueError(f"{path}, line {i} lacks {', '.join(missing)}: restore the file or delete the line")
+            record = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError):
+            record = None
+        fault = _fault(record)
+        if fault:
+            raise ValueError(f"{path}, line {i} {fault}: restore the file or delete the line")
         records.append(record)
     return records
 
@@ -109,9 +136,14 @@ def append(path: Path, records: Iterable[dict]) -> None:
         os.fsync(file.fileno())
 
 
+def encodable(text: str) -> str:
+    """`text` with halves of characters replaced: JSON can hold them, a table of texts cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def record(item: Item, model: str, date: str, answer: str, input_tokens: int, output_tokens: int, **more) -> dict:
     return {"model": model, "date": date, "task": item.task, "setting": item.setting, "window": item.window, "data_set": item.data_set,
-            "number": item.number, "prompt": prompt_hash(item), "answer": answer[:LONGEST_ANSWER], "input_tokens": input_tokens,
+            "number": item.number, "prompt": prompt_hash(item), "answer": encodable(answer)[:LONGEST_ANSWER], "input_tokens": input_tokens,
             "output_tokens": output_tokens, **more}  # fmt: skip
 
 
@@ -121,18 +153,22 @@ def record(item: Item, model: str, date: str, answer: str, input_tokens: int, ou
 def table(records: Sequence[dict]) -> pd.DataFrame:
     """One row an answer: the record, the kind of answer (`one_hop.classify`), right (0 or 1), place and distance of the right word.
 
-    An answer to a prompt that the package no longer makes is left out, because its item is unknown.
+    An answer to a prompt that the package no longer makes is left out, because its item is unknown. Of several answers of one model to one
+    prompt the first counts, the one that nobody would ask for again.
     """
     made: dict[tuple, list[Item]] = {}
-    rows = []
+    rows, first = [], {}
     for r in records:
+        first.setdefault((r["model"], r["prompt"]), r)
+    for r in first.values():
         cell = r["task"], r["window"], r["data_set"], r["setting"]
         if cell not in made:
             made[cell] = one_hop.items(*cell)
         item = made[cell][r["number"]] if r["number"] < len(made[cell]) else None
         if item is not None and prompt_hash(item) == r["prompt"]:
-            kind = one_hop.classify(r["answer"], item)
-            rows.append({**r, "kind": kind, "right": int(kind == "right"), "place": item.place, "distance": item.distance})
+            answer = encodable(r["answer"])
+            kind = one_hop.classify(answer, item)
+            rows.append({**r, "answer": answer, "kind": kind, "right": int(kind == "right"), "place": item.place, "distance": item.distance})
     columns = [*FIELDS, "kind", "right", "place", "distance"]
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
 

@@ -21,6 +21,7 @@ import numpy as np
 
 WINDOWS = (12, 16, 24, 32, 48, 64, 80, 100, 150, 200, 300)
 DATA_SETS, PER_DATA_SET = 5, 40  # 200 items a cell
+LONGEST = 999  # words: the largest number that `spelled` writes out
 TASKS = ("number", "letter")
 SETTINGS = {"plain": TASKS, "near": TASKS, "commas": TASKS, "lines": TASKS, "words": ("number",), "front": ("number",), "twice": ("letter",)}
 NEAR = 12
@@ -76,8 +77,10 @@ def items(task: str, window: int, data_set: int, setting: str = "plain", count: 
     Raises ValueError on an unknown task or setting, and on a window below 2 or above 999 words.
     """
     check(task, setting)
-    if not 2 <= window <= 999:
-        raise ValueError(f"window must be 2 to 999 words, got {window}")
+    if not 2 <= window <= LONGEST:
+        raise ValueError(f"window must be 2 to {LONGEST} words, got {window}")
+    if data_set < 0 or count < 1:
+        raise ValueError(f"data_set must be >= 0 and count >= 1, got {data_set} and {count}")
     draw = {"near": 1, "twice": 2}.get(setting, 0)  # the others put the items of `plain` in another form, so that answers can be paired
     rng = np.random.default_rng([data_set, TASKS.index(task), draw, window])
     reach = min(NEAR, window) if setting == "near" else window
