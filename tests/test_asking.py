@@ -271,3 +271,83 @@ def test_the_inspect_task_scores_and_reads_answers_that_are_there(tmp_path):
     logs = [json.loads(path.read_text()) for path in sorted((tmp_path / "logs").glob("*.json"))]
     found = [log["results"]["scores"][0]["metrics"]["accuracy"]["value"] for log in logs]
     assert found == pytest.approx([rows.right.mean()] * 2) and SECRET not in "".join(p.read_text() for p in (tmp_path / "logs").glob("*.json"))
+
+
+class Reports(Server):
+    """Reports that an answer took a negative number of tokens."""
+
+    def __call__(self, request):
+        status, body = super().__call__(request)
+        return status, body.replace(b'"prompt_tokens": 100', b'"prompt_tokens": -1000000')
+
+
+def test_a_negative_count_of_tokens_makes_no_room_below_the_cost_limit(tmp_path):
+    items = some(6)
+    price = lm.Price(10, 10)
+    manner = asking.Manner(timeout=120, retries=0, concurrency=1, price=price, max_cost=2.5 * price.of(max(map(lm.tokens_at_most, items)), 16))
+    outcome = ask(Reports(reply("a")), items, tmp_path, manner)
+    assert outcome.calls == 2 and 0 < outcome.cost <= manner.max_cost and all(r["input_tokens"] > 0 for r in lm.read(tmp_path / "m.jsonl"))
+
+
+def test_nothing_is_asked_when_answers_cannot_be_kept(tmp_path):
+    server = Server(reply("a"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        ask(server, some(1), tmp_path / "file")
+    assert not server.asked
+
+
+def test_a_disk_that_is_full_ends_the_run_with_a_count(tmp_path, monkeypatch):
+    """The second answer cannot be written: the first is kept, the others are not paid for, and the run says so."""
+    append, full = lm.append, iter([False, False, True])
+
+    def appended(path, records):
+        if next(full):
+            raise OSError(28, "No space left on device")
+        append(path, records)
+
+    monkeypatch.setattr(lm, "append", appended)
+    server = Server(reply("a"))
+    outcome = ask(server, some(5), tmp_path)
+    told = "\n".join(asking.summary(outcome))
+    assert len(server.asked) == 2 and outcome.answered == len(lm.read(tmp_path / "m.jsonl")) == 1 and outcome.missing.total() == 4
+    assert "missing 1: answered, but the answer could not be kept; for example: " in told and "m.jsonl: No space left on device" in told
+    assert "missing 3: not asked: answers cannot be kept" in told
+
+
+def test_what_a_provider_says_is_told_without_the_request(tmp_path):
+    outcome = ask(Server((403, b'{"error": {"message": "no credit left"}}')), some(1), tmp_path)
+    assert "no credit left" in outcome.example["HTTP 403"] and "Request" not in outcome.example["HTTP 403"]
+
+
+def test_a_missing_key_is_said_in_plain_words(tmp_path, monkeypatch):
+    monkeypatch.delenv("FAKE_API_KEY")
+    with pytest.raises(ValueError, match="cannot be asked: .*No FAKE_API_KEY defined in the environment") as error:
+        ask(Server(reply("a")), some(1), tmp_path)
+    assert "bold" not in str(error.value)
+
+
+def test_a_key_is_taken_out_in_every_spelling(monkeypatch):
+    monkeypatch.setenv("ODD_TOKEN", " sk-a\nb\"c/d-0123 \n")
+    for form in ('sk-a\nb"c/d-0123', r'sk-a\nb"c/d-0123', r'sk-a\nb\"c/d-0123', "sk-a%0Ab%22c%2Fd-0123"):
+        assert asking.redacted(f"<{form}>") == "<[redacted]>"
+
+
+@pytest.mark.parametrize("url", ["", "notaurl", "http://", "ftp://x", "http://[::1", "http://127.0.0.1:99999", "http://x:0", "http://u:hush@x:y/"])
+def test_an_address_that_is_none_is_refused_and_not_shown(tmp_path, url):
+    with pytest.raises(ValueError, match="--base-url must look like https://HOST/v1") as error:
+        asking.run(MODEL, some(1), QUICK, print, base_url=url, path=tmp_path / "m.jsonl")
+    assert "hush" not in str(error.value)
+
+
+@pytest.mark.parametrize("model", ["smollm2", "smollm2-http", "smollm2-hf"])
+def test_an_address_is_not_ignored_for_a_model_that_runs_here(tmp_path, model):
+    with pytest.raises(ValueError, match=f"--base-url is for models that a server answers for .*{model} runs here"):
+        asking.run(model, some(1), QUICK, print, base_url="http://127.0.0.1:9/v1", path=tmp_path / "m.jsonl")
+
+
+def test_a_closed_terminal_is_no_consent(monkeypatch):
+    terminal = io.StringIO("")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert not asking.agreed()

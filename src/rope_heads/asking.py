@@ -9,10 +9,13 @@ import contextlib
 import datetime
 import hashlib
 import importlib.util
+import json
 import os
 import random
+import re
 import sys
 import tempfile
+import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -118,6 +121,7 @@ class Outcome:
     cost: float = 0.0  # spent, and set aside for attempts that failed
     under_way: int = 0  # calls that have not come back; the most that one can cost is set aside for each
     in_a_row: int = 0
+    unwritable: bool = False  # an answer could not be kept: no other is paid for
 
     def fail(self, reason: str, told: str = "") -> None:
         self.missing[reason] += 1
@@ -133,7 +137,8 @@ class Outcome:
 
 def redacted(text: str) -> str:
     """`text` without the values of environment variables that hold secrets: a server may send a key back."""
-    secrets = [v for k, v in os.environ.items() if len(v) >= 8 and any(word in k.upper() for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))]
+    held = [v.strip() for k, v in os.environ.items() if any(word in k.upper() for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))]
+    secrets = {form for v in held if len(v) >= 8 for form in (v, ascii(v)[1:-1], json.dumps(v)[1:-1], urllib.parse.quote(v, safe=""))}
     for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, "[redacted]")
     return text
@@ -150,6 +155,12 @@ def cause(error: BaseException) -> BaseException:
     """The error itself, out of the wrapper of inspect's retry library."""
     last = getattr(error, "last_attempt", None)
     return error if last is None else last.exception() or error
+
+
+def told(error: BaseException) -> str:
+    """What a provider said, on one line and without secrets. inspect puts the whole request in front of it, and marks for colours around it."""
+    text = getattr(error, "provider_message", None) or str(error)
+    return language_models.plain(re.sub(r"\[/?(bold|blue)\]", "", " ".join(redacted(text).split())), 300)
 
 
 def why(error: BaseException) -> tuple[str, bool]:
@@ -188,12 +199,16 @@ async def attempt(model, item: Item, name: str, manner: Manner) -> dict:
     if not output.choices:
         raise ValueError("the reply holds no choice")
     usage = output.usage
-    tokens = (usage.input_tokens, usage.output_tokens) if usage else (language_models.tokens_at_most(item), manner.max_tokens)
+    tokens = (usage.input_tokens, usage.output_tokens) if usage else (-1, -1)
+    if min(tokens) < 0:  # none told, or nonsense that would make room below the cost limit
+        tokens = language_models.tokens_at_most(item), manner.max_tokens
     return language_models.record(item, name, today(), redacted(output.completion), *tokens)
 
 
 async def _may_call(outcome: Outcome, manner: Manner, reserve: float) -> str:
     """Empty when a call may be made, else the reason. Waits while calls under way hold money that they may not need."""
+    if outcome.unwritable:
+        return "not asked: answers cannot be kept"
     if outcome.in_a_row >= manner.stop_after:
         return f"not asked: {manner.stop_after} failures in a row"
     while manner.max_cost is not None and outcome.cost + (outcome.under_way + 1) * reserve > manner.max_cost:
@@ -217,14 +232,18 @@ async def _answer(model, item: Item, name: str, path: Path, manner: Manner, outc
             error = cause(wrapped)
             reason, again = why(error)
         else:
-            language_models.append(path, [found])
+            try:
+                language_models.append(path, [found])
+            except OSError as error:
+                outcome.unwritable, outcome.cost = True, outcome.cost + reserve
+                return outcome.fail("answered, but the answer could not be kept", f"{path}: {error.strerror or error}")
             outcome.take(found, manner.price)
             return None
         finally:
             outcome.under_way -= 1
         if not again or number == manner.retries:
             outcome.in_a_row += 1
-            return outcome.fail(reason, language_models.plain(redacted(str(error)), 200))
+            return outcome.fail(reason, told(error))
         await asyncio.sleep(manner.first_wait * 2**number * (1 + random.random() / 2))
     return None
 
@@ -247,7 +266,7 @@ async def _ask_all(items, path, name, manner, report, spec, model_args) -> Outco
     try:
         connection = get_model(spec, memoize=False, **args)
     except Exception as error:  # no key, no such provider, a client that is not installed: each provider says it in its own way
-        raise ValueError(f"{spec} cannot be asked: {language_models.plain(redacted(str(error)), 300)}") from None
+        raise ValueError(f"{spec} cannot be asked: {told(error)}") from None
     async with connection as model:
         await asyncio.gather(*(worker(model) for _ in range(min(manner.concurrency, len(items)))))
     return outcome
@@ -265,6 +284,7 @@ def ask(items: Sequence[Item], path: Path, name: str, manner: Manner, report: Ca
         report(f"{len(items) - len(todo)} answers are there; {forecast(todo, manner)}")
         if not todo or not confirm():
             return Outcome()
+        language_models.append(path, [])  # a folder that cannot be written to is found out before the first answer is paid for
         return asyncio.run(_ask_all(todo, path, name, manner, report, spec or name, model_args))
 
 
@@ -272,6 +292,8 @@ def run(model: str, items: Sequence[Item], manner: Manner, report: Callable[[str
         path: Path | None = None) -> Outcome:  # fmt: skip
     """What `rope-heads ask` does: the small model by one of its routes, or a provider's model, after the reader agreed to the counts."""
     path = path or language_models.file_of(model)
+    if base_url is not None:
+        check_url(base_url, model)
     if model == SMALL:
         ask_small(items, path, report)
         return Outcome()  # no calls: nothing is missing that the same command does not make
@@ -284,11 +306,27 @@ def run(model: str, items: Sequence[Item], manner: Manner, report: Callable[[str
     return ask(items, path, model, manner, report, confirm=lambda: yes or agreed(), **more)
 
 
+def check_url(base_url: str, model: str) -> None:
+    """ValueError unless `base_url` can be a server's address and `model` is asked there. The address itself is not shown: it may hold a password."""
+    if "/" not in model:
+        raise ValueError(f"--base-url is for models that a server answers for (openai-api/NAME/MODEL), {model} runs here: leave it out")
+    try:
+        address = urllib.parse.urlsplit(base_url)
+        fine = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+    except ValueError:  # a port that is none
+        fine = False
+    if not fine:
+        raise ValueError("--base-url must look like https://HOST/v1 or http://127.0.0.1:PORT/v1")
+
+
 def agreed() -> bool:
     """Asks on the terminal; ValueError without one, because nobody saw the counts."""
     if not sys.stdin.isatty():
         raise ValueError("no call was made: there is no terminal to agree on; add --yes")
-    return input("make these calls? [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input("make these calls? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:  # the input was closed instead of answered
+        return False
 
 
 def summary(outcome: Outcome) -> list[str]:

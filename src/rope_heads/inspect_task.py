@@ -31,7 +31,7 @@ def answer_once(answers: str = ""):
         state = await generate(state)
         if state.output.choices and not state.output.error:
             usage = state.output.usage
-            tokens = (usage.input_tokens, usage.output_tokens) if usage else (0, 0)
+            tokens = (max(0, usage.input_tokens), max(0, usage.output_tokens)) if usage else (0, 0)
             answer = asking.redacted(state.output.completion)
             language_models.append(path, [language_models.record(item, name, asking.today(), answer, *tokens)])
         return state
