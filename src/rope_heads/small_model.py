@@ -11,6 +11,7 @@ import copy
 import inspect
 import io
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -199,5 +200,8 @@ class SmallModel:
 
 
 def rank(log_probabilities: dict[str, float], answer: str) -> int:
-    """Place of `answer` among the words, 1 = most probable; ties count against it."""
-    return sum(value >= log_probabilities[answer] for value in log_probabilities.values())
+    """Place of `answer` among the words, 1 = most probable; ties count against it. ValueError when it is not among them or has no probability."""
+    own = log_probabilities.get(answer, math.nan)
+    if math.isnan(own):
+        raise ValueError(f"answer must be one of {len(log_probabilities)} words with a probability, got {answer!r}: its rank would be 0")
+    return sum(value >= own for value in log_probabilities.values())

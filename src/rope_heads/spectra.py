@@ -41,12 +41,22 @@ class Spectrum:
     henrici: Float[Tensor, "*head"]
 
 
+LARGEST = 1e60  # of a weight or singular value: products of four must stay finite
+
+
+def _first_bad(values: Tensor) -> float:
+    return float(values[~(values.abs() < LARGEST)][0])
+
+
 def _pair(w_q, w_k) -> tuple[Tensor, Tensor]:
     w_q, w_k = (torch.as_tensor(w).detach().to(torch.float64) for w in (w_q, w_k))
     if w_q.ndim < 2 or w_q.shape != w_k.shape:
         raise ValueError(f"w_q and w_k must have one shape [..., width, d_head], got {tuple(w_q.shape)} and {tuple(w_k.shape)}: repeat shared keys")
     if w_q.shape[-2] < w_q.shape[-1]:
         raise ValueError(f"weights must be [..., width, d_head] with width >= d_head, got {tuple(w_q.shape)}: transpose those of a torch Linear")
+    for name, w in (("w_q", w_q), ("w_k", w_k)):
+        if not (w.abs() < LARGEST).all():  # also nan: LAPACK crashes on it, or says something else
+            raise ValueError(f"{name} must be finite and below {LARGEST:g}, got {_first_bad(w):g}: fetch or scale the weights again")
     return w_q, w_k
 
 
@@ -137,8 +147,12 @@ def random_null(singular: Float[Tensor, "head d_head"], width: int, draws: int =
     singular = torch.as_tensor(singular).to(torch.float64)
     if singular.ndim != 2:
         raise ValueError(f"singular values must be [head, d_head], got shape {tuple(singular.shape)}")
-    if draws < 2:
+    if not isinstance(draws, int) or draws < 2:
         raise ValueError(f"draws must be >= 2 for a standard deviation, got {draws}")
+    if not isinstance(width, int) or width < 2:
+        raise ValueError(f"width must be a whole number >= 2, got {width}")
+    if not (singular.abs() < LARGEST).all() or (singular < 0).any():
+        raise ValueError(f"singular values must be 0 to {LARGEST:g}, got {float(singular.min()):g} to {float(singular.max()):g}")
     dimension = width - centred
     if (singular[:, dimension:] > 1e-6 * singular[:, :1]).any():
         raise ValueError(f"heads must have rank {dimension} at most, got more: centre the weights (fold_norm) or pass centred=False")
@@ -171,6 +185,12 @@ class RopeParts:
     key: tuple[Float[Tensor, "*head width pair"], Float[Tensor, "*head width pair"]]  # b, d
     rest: tuple[Float[Tensor, "*head width rest"], Float[Tensor, "*head width rest"]]  # W_Q and W_K beyond the rotary dimensions
 
+    def _check(self, angles: Tensor) -> None:
+        """One angle would be taken for all planes."""
+        planes = self.query[0].shape[-1]
+        if tuple(angles.shape) != (planes,):
+            raise ValueError(f"angles must hold one angle for each of {planes} planes, got shape {tuple(angles.shape)}")
+
     def real(self, plane: int) -> Float[Tensor, "*head width width"]:
         (a, c), (b, d) = self.query, self.key
         return a[..., plane, None] * b[..., None, :, plane] + c[..., plane, None] * d[..., None, :, plane]
@@ -199,6 +219,7 @@ class RopeParts:
     def frequency_centroid(self, angles: Float[Tensor, "pair"]) -> Float[Tensor, "*head"]:
         """Mean angle of the planes, in radians a position, weighted by |Im M_t|."""
         _, imaginary = self.norms()
+        self._check(angles)
         return (imaginary * angles.to(torch.float64)).sum(-1) / imaginary.sum(-1)
 
     def traces(self) -> tuple[Float[Tensor, "*head pair"], Float[Tensor, "*head pair"]]:
@@ -209,11 +230,13 @@ class RopeParts:
     def kernel(self, offsets: Float[Tensor, "offset"], angles: Float[Tensor, "pair"]) -> Float[Tensor, "*head offset"]:
         """Score of a token with a copy of itself `offsets` = key - query away, mean over unit-covariance residuals, rotary planes only."""
         real, imaginary = self.traces()
+        self._check(angles)
         phase = torch.outer(torch.as_tensor(offsets, dtype=torch.float64), angles.to(torch.float64))  # [offset, pair]
         return real @ phase.cos().mT + imaginary @ phase.sin().mT
 
     def scores(self, x: Float[Tensor, "position width"], angles: Float[Tensor, "pair"]) -> tuple[Tensor, Tensor, Tensor]:
         """Scores of all queries and keys of one input, not divided by sqrt(d_head), as three parts [..., query, key]: rest, cosine, sine."""
+        self._check(angles)
         x, where = torch.as_tensor(x, dtype=torch.float64), torch.arange(len(x), dtype=torch.float64)
         (a, c), (b, d) = ((x @ w for w in pair) for pair in (self.query, self.key))  # [..., position, pair]
         phase = (where[None, :] - where[:, None])[..., None] * angles.to(torch.float64)  # [query, key, pair]
