@@ -295,3 +295,9 @@ def test_a_folder_of_tables_is_read_and_must_be_whole(release, monkeypatch):
 def test_each_table_is_named_once_at_one_commit():
     assert re.search(r"/[0-9a-f]{40}/", papers.RELEASED_AT) and papers.RELEASED_AT.startswith("https://")
     assert len(set(papers.RELEASED.values())) == len(papers.RELEASED) == 12
+
+
+def test_without_a_cache_folder_that_can_be_written_there_are_no_tables_and_no_error(release, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "file" / "rope-heads")
+    assert papers.released_tables() is None

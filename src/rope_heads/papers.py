@@ -117,7 +117,6 @@ def released_tables(download: bool = True) -> dict[str, pd.DataFrame] | None:
     Every file must have its sha256: another one raises ValueError, and a download like that is not kept. `download=False` only looks.
     """
     import pooch
-    import requests
 
     folder = os.environ.get(FOLDER_VARIABLE)
     home = Path(folder) if folder else Path(pooch.os_cache("rope-heads"))
@@ -132,7 +131,7 @@ def released_tables(download: bool = True) -> dict[str, pd.DataFrame] | None:
                 return None
             try:
                 pooch.retrieve(RELEASED_AT + path.name, f"sha256:{digest}", path.name, home, downloader=pooch.HTTPDownloader(timeout=10))
-            except requests.exceptions.RequestException:
+            except OSError:  # no network (requests' errors are of this kind), or a cache folder that cannot be written to
                 return None
         if sha256(path) != digest:
             raise ValueError(f"{path} is not the table that P2 released: its sha256 is {sha256(path)[:12]}..., expected {digest[:12]}...; remove it")
