@@ -68,6 +68,15 @@ def test_largest_finds_its_target_itself(capsys, value, words):
     assert said(capsys) == words
 
 
+@pytest.mark.parametrize("value", [[..., ...], [None], (..., [...])])
+def test_a_list_of_open_answers_is_open(capsys, value):
+    for check in (checks.close, checks.equal):
+        assert not check("next_place", value, [1, 2])
+        assert said(capsys) == "not yet: next_place is still to be filled in"
+    assert not checks.equal("next_place", [1, ...], [1, 2]) and said(capsys) == "not yet: next_place is something else"
+    assert checks.equal("next_place", [], []) and said(capsys) == "right: next_place"
+
+
 def test_an_open_answer_costs_no_search():
     def never(candidate):
         raise AssertionError
