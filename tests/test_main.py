@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rope_heads import __main__ as command_line
-from rope_heads import artefacts
+from rope_heads import arguments, artefacts
 
 COMMANDS = ["book", "check-data", "train", "measure", "lengths", "collect", "fingerprint", "ask", "toy", "bench"]
 
@@ -74,13 +74,13 @@ def test_a_folder_without_a_model_is_named_in_one_line(tmp_path):
 
 
 def test_seeds_are_read_to_the_last_digit():
-    assert command_line.whole("9007199254740993") == 9007199254740993
+    assert arguments.whole("9007199254740993") == 9007199254740993
 
 
 def test_parameters_are_python_literals_or_words():
-    assert command_line.parameter("seed=3") == ("seed", 3)
-    assert command_line.parameter("task=number") == ("task", "number")
-    assert command_line.parameter("expression=a=b") == ("expression", "a=b")
+    assert arguments.parameter("seed=3") == ("seed", 3)
+    assert arguments.parameter("task=number") == ("task", "number")
+    assert arguments.parameter("expression=a=b") == ("expression", "a=b")
 
 
 def test_check_data_names_what_is_wrong_and_update_mends_it(tmp_path, monkeypatch, capsys):
