@@ -166,8 +166,12 @@ def test_the_cost_limit_holds_with_calls_side_by_side_and_failures_that_may_be_p
 
 
 def test_the_limit_of_calls(tmp_path):
-    server = Server(reply("a"))
-    outcome = ask(server, some(10), tmp_path, asking.Manner(concurrency=4, max_calls=3))
+    """The counts say it beforehand, and the progress is that of the calls: what the limit leaves out is no progress."""
+    server, lines = Server(reply("a")), []
+    outcome = ask(server, some(10), tmp_path, asking.Manner(concurrency=4, max_calls=3), lines=lines)
+    tokens = sum(map(lm.tokens_at_most, some(3)))
+    assert lines[0].endswith(f"3 calls to make of 10, the limit of calls, at most about {tokens:,} input and 48 output tokens")
+    assert lines[1:] == [f"{k}/3 items, {k} answered" for k in (1, 2, 3)]
     assert len(server.asked) == 3 == outcome.answered and outcome.missing == {"not asked: the limit of calls is reached": 7}
 
 
@@ -204,7 +208,11 @@ def test_two_processes_do_not_ask_the_same(tmp_path):
     (["--model", "openai/gpt-5.4", "--max-cost", "1"], "--max-cost needs --price IN OUT"),
     (["--model", "openai/gpt-5.4", "--windows", "1"], "window must be 2 to 999 words, got 1"),
     (["--model", "openai/gpt-5.4", "--setting", "front", "--task", "letter"], "nothing to ask"),
-    (["--model", "openai/gpt-5.4", "--windows", "12"], "add --yes"),
+    (["--model", "openai-api/fake/model", "--base-url", "http://127.0.0.1:9/v1", "--windows", "12"], "add --yes"),
+    (["--model", "openai/gpt-5.4", "--windows", "12"], "OPENAI_API_KEY"),
+    (["--model", "smollm2", "--max-calls", "2", "--timeout", "1"], "--timeout, --max-calls: smollm2 answers in this process"),
+    (["--model", "smollm2", "--concurrency", "1"], "--concurrency: smollm2 answers in this process"),
+    (["--model", "smollm2", "--price", "1", "1", "--max-cost", "1"], "--price, --max-cost: smollm2 answers in this process"),
     (["--model", "nobody/none", "--windows", "12", "--yes"], "nobody/none cannot be asked"),
     (["--model", "openai/gpt-5.4", "--windows", "12", "--yes"], "OPENAI_API_KEY"),
 ])  # fmt: skip
@@ -235,18 +243,18 @@ def test_the_help_says_what_is_written_and_how_long_it_takes(capsys):
     with pytest.raises(SystemExit):
         main(["ask", "--help"])
     told = " ".join(capsys.readouterr().out.split())
-    assert "writes" in told and "minutes" in told and all(name in told for name in ("smollm2-http", "openai/gpt-5.4", *one_hop.SETTINGS))
+    assert "writes" in told and "minutes" in told and "check-data --update" in told and all(name in told for name in ("smollm2-http", "openai/gpt-5.4", *one_hop.SETTINGS))
 
 
 def test_without_the_extra_the_command_says_what_to_install(tmp_path):
     program = ("import sys; sys.modules['inspect_ai'] = None\nfrom rope_heads.__main__ import main\n"
                f"sys.exit(main(['ask', '--model', 'openai/gpt-5.4', '--yes', '--answers', {str(tmp_path)!r}]))")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 2 and "pip install 'rope-heads[llm]'" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 2 and lm.INSTALL in done.stderr and "pip install -e '.[llm]'" in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_the_package_imports_no_extra_by_itself():
-    program = ("import sys; from rope_heads import asking, language_models, loopback, one_hop, small_model\n"
+    program = ("import sys; from rope_heads import asking, language_models, loopback, one_hop, small_model, small_routes\n"
                "print(sorted({'inspect_ai', 'openai', 'transformers', 'gguf', 'accelerate'} & set(sys.modules)))")  # fmt: skip
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
 
@@ -322,9 +330,10 @@ def test_what_a_provider_says_is_told_without_the_request(tmp_path):
 
 def test_a_missing_key_is_said_in_plain_words(tmp_path, monkeypatch):
     monkeypatch.delenv("FAKE_API_KEY")
+    agreed = []
     with pytest.raises(ValueError, match="cannot be asked: .*No FAKE_API_KEY defined in the environment") as error:
-        ask(Server(reply("a")), some(1), tmp_path)
-    assert "bold" not in str(error.value)
+        ask(Server(reply("a")), some(1), tmp_path, confirm=lambda: agreed.append(1))
+    assert "bold" not in str(error.value) and not agreed, "a reader must not agree to calls that cannot be made"
 
 
 def test_a_key_is_taken_out_in_every_spelling(monkeypatch):

@@ -147,10 +147,11 @@ def test_frozen_answers_belong_to_the_items_that_the_package_makes(path):
     assert not pd.DataFrame(records).duplicated(["model", "prompt"]).any()
     for r in records:
         datetime.date.fromisoformat(r["date"])
-        assert set(r) - set(lm.FIELDS) <= {"rank", "candidates", "top"} and len(r["answer"]) <= lm.LONGEST_ANSWER
+        assert set(r) - set(lm.FIELDS) <= {"rank", "candidates", "top", "near_rank"} and len(r["answer"]) <= lm.LONGEST_ANSWER
         if "rank" in r:
             words = set(one_hop.items(r["task"], r["window"], r["data_set"], r["setting"])[r["number"]].words[:-1])
             assert 1 <= r["rank"] <= r["candidates"] == len(words) and r["top"] in words
+            assert 1 <= r.get("near_rank", 1) <= r["candidates"]
     assert all(json.dumps(r, ensure_ascii=True).isascii() for r in records)
 
 
@@ -197,7 +198,7 @@ def test_the_chapter_executes_without_the_extra():
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], input=json.dumps(sources), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "pip install 'rope-heads[llm]'" in done.stdout and done.stdout.count("right:") == 3
+    assert lm.INSTALL in done.stdout and done.stdout.count("right:") == 3
 
 
 def written(folder, **changes):
@@ -211,7 +212,7 @@ def written(folder, **changes):
 @pytest.mark.parametrize("name, value", [
     ("model", 5), ("task", ["letter"]), ("task", "x"), ("setting", None), ("setting", "words"), ("window", "12"), ("window", 12.0), ("window", 1), ("window", 10**6),
     ("data_set", -1), ("number", -1), ("number", None), ("prompt", ["a"]), ("answer", 5), ("answer", None), ("input_tokens", "x"), ("output_tokens", -4),
-    ("rank", "x"), ("candidates", 1),
+    ("rank", "x"), ("candidates", 1), ("near_rank", 0.5), ("near_rank", "x"), ("near_rank", True),
 ])  # fmt: skip
 def test_a_line_with_a_value_of_another_kind_is_refused_by_its_number(tmp_path, name, value):
     path, _ = written(tmp_path, **{name: value})

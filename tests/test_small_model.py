@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rope_heads import language_models as lm
-from rope_heads import loopback, one_hop, pretrained, small_model
+from rope_heads import loopback, one_hop, pretrained, small_model, small_routes
 
 transformers = pytest.importorskip("transformers")
 TEMPLATE = "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -138,3 +138,26 @@ def test_missing_weights_say_how_to_get_them(monkeypatch):
 def test_a_word_without_a_probability_has_no_rank(logs):
     with pytest.raises(ValueError, match="answer must be one of .* words with a probability, got 'a'"):
         small_model.rank(logs, "a")
+
+
+def test_the_control_of_closeness_is_the_rank_of_the_close_words_that_nobody_asks_for():
+    """Words in the order of their log-probability, so that each rank can be counted by hand; the answer is the fourth of the twelve."""
+    window = tuple(f"a{k}" for k in range(20))
+    item = one_hop.Item("letter", "near", 20, 0, 0, (*window, "xa"), 11)
+    found = small_routes.ranks(item, {word: -float(k) for k, word in enumerate(window)})
+    close = [k + 1 for k in range(8, 20) if k != 11]
+    assert found == {"rank": 12, "candidates": 20, "top": "a0", "near_rank": round(sum(close) / len(close), 3)}
+    alike = one_hop.Item("number", "near", 2, 0, 0, ("a", "a", "1"), 1)
+    assert "near_rank" not in small_routes.ranks(alike, {"a": -1.0}), "no other word is close"
+
+
+def test_asking_the_small_model_keeps_its_ranks(small, tmp_path):
+    pytest.importorskip("gguf"), pytest.importorskip("accelerate")
+    items = one_hop.items("letter", 24, 0, "near")[:4]
+    small_routes.ask_small(items, tmp_path / "smollm2.jsonl", [].append, small)
+    records = {r["number"]: r for r in lm.read(tmp_path / "smollm2.jsonl")}
+    for i, reply in small.replies([one_hop.prompt(item) for item in items], [item.words[:-1] for item in items]):
+        order = sorted(reply.log_probabilities.values(), reverse=True)
+        close = set(items[i].words[12:24]) - {items[i].answer}
+        expected = sum(order.index(reply.log_probabilities[word]) + 1 for word in close) / len(close)
+        assert records[i]["near_rank"] == pytest.approx(expected, abs=6e-4) and records[i]["answer"] == reply.text

@@ -142,9 +142,11 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "ask", help="put the one-hop tasks to a language model",
         description="Asks a language model for the answers that are not there yet and writes them to data/runs/language_models/MODEL.jsonl, each as "
-        "soon as it comes. Shows the number of calls and tokens and asks before the first call. Models: any name of inspect-ai (openai/gpt-5.4, "
+        "soon as it comes (smollm2: a batch of up to 40 at a time). Looks for the key, shows the number of calls and tokens and asks before the "
+        "first call. List the new answers with `rope-heads check-data --update`. Models: any name of inspect-ai (openai/gpt-5.4, "
         "anthropic/..., openai-api/NAME/MODEL), the key in the environment; smollm2, smollm2-http, smollm2-hf: a small model on this machine, free "
-        "of charge, about 45 minutes on one idle core for all windows, 2 minutes for the two shortest. Needs the extra llm.")
+        "of charge, about 45 minutes on one idle core for all windows, 2 minutes for the two shortest; smollm2 makes no calls and takes no limits on "
+        "them. Needs the extra llm.")
     command.add_argument("--model", required=True, help="for example openai/gpt-5.4 or smollm2")
     command.add_argument("--task", choices=("number", "letter"), nargs="+", default=("number", "letter"))
     command.add_argument("--setting", choices=("plain", "near", "commas", "lines", "words", "front", "twice"), nargs="+", default=["plain"],

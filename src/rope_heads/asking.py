@@ -1,4 +1,4 @@
-"""Asking language models: the model that runs here, and any provider through inspect-ai (extra llm).
+"""Asking language models of any provider through inspect-ai (extra llm). The model that runs here is in `small_routes`.
 
 Every answer is on the disk before the next call is planned, so that an interrupted run goes on without paying twice. What a call may cost is
 set aside before it is made, attempts that fail count as paid, and calls that would pass the limit are not made.
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rope_heads import artefacts, language_models, one_hop
+from rope_heads import language_models, one_hop
 from rope_heads.language_models import Price
 from rope_heads.one_hop import Item
 
@@ -62,34 +62,8 @@ def alone(path: Path):
         yield
 
 
-def ask_small(items: Sequence[Item], path: Path, report: Callable[[str], None], small=None) -> None:
-    """Answers, ranks and most probable words of SmolLM2 for the items that lack them, cell by cell."""
-    need("transformers", "gguf", "accelerate")
-    from rope_heads import small_model
-
-    with alone(path):
-        todo = missing_items(items, path, SMALL)
-        report(f"{len(todo)} answers to make, the others are there; nothing is paid for")
-        if not todo:
-            return
-        small = small or small_model.SmallModel.load()
-        cuts = [{"task": t, "setting": s, "pieces": small.cut(one_hop.row(one_hop.items(t, 12, 0, s)[0]))} for s, tasks in one_hop.SETTINGS.items() for t in tasks]
-        artefacts.write_json(path.with_suffix(".pieces.json"), cuts, artefacts.provenance(f"rope-heads ask --model {SMALL}"))
-        cells: dict[tuple, list[Item]] = {}
-        for item in todo:
-            cells.setdefault((item.task, item.setting, item.window, item.data_set), []).append(item)
-        for number, (cell, members) in enumerate(cells.items(), 1):
-            chats, words = [one_hop.prompt(item) for item in members], [item.words[:-1] for item in members]
-            for i, reply in small.replies(chats, words):
-                item, logs = members[i], reply.log_probabilities
-                found = {"rank": small_model.rank(logs, item.answer), "candidates": len(logs), "top": max(logs, key=logs.get)}
-                language_models.append(path, [language_models.record(item, SMALL, today(), reply.text, reply.input_tokens, reply.output_tokens, **found)])
-            report(f"cell {number}/{len(cells)}: task {cell[0]}, setting {cell[1]}, window {cell[2]}, data set {cell[3]}")
-
-
-# ---- any provider ----------------------------------------------------------------------------------------------------------------
-
 HOPELESS = {400, 401, 403, 404, 405, 413, 422}  # the same request would fail again
+NOT_ASKED = "not asked"  # how reasons begin when no call was made
 OWN_RETRIES = ("openai", "openai-api", "anthropic")  # their clients retry silently unless told not to; attempts are counted here
 
 
@@ -145,10 +119,13 @@ def redacted(text: str) -> str:
 
 
 def forecast(items: Sequence[Item], manner: Manner) -> str:
-    """One line: calls, tokens and dollars at most, if no attempt fails."""
-    tokens = sum(map(language_models.tokens_at_most, items))
-    line = f"{len(items)} calls to make, at most about {tokens:,} input and {len(items) * manner.max_tokens:,} output tokens"
-    return line + (f", at most about {manner.price.of(tokens, len(items) * manner.max_tokens):.2f} US dollars" if manner.price else "")
+    """One line: calls, tokens and dollars at most, if no attempt fails. `max_calls` is heeded; `max_cost` is named."""
+    asked = items[: manner.max_calls]
+    tokens, written = sum(map(language_models.tokens_at_most, asked)), len(asked) * manner.max_tokens
+    line = f"{len(asked)} calls to make" + (f" of {len(items)}, the limit of calls" if len(asked) < len(items) else "")
+    line += f", at most about {tokens:,} input and {written:,} output tokens"
+    line += f", at most about {manner.price.of(tokens, written):.2f} US dollars" if manner.price else ""
+    return line + (f" and never more than {manner.max_cost:.2f}" if manner.max_cost is not None else "")
 
 
 def cause(error: BaseException) -> BaseException:
@@ -208,17 +185,18 @@ async def attempt(model, item: Item, name: str, manner: Manner) -> dict:
 async def _may_call(outcome: Outcome, manner: Manner, reserve: float) -> str:
     """Empty when a call may be made, else the reason. Waits while calls under way hold money that they may not need."""
     if outcome.unwritable:
-        return "not asked: answers cannot be kept"
+        return f"{NOT_ASKED}: answers cannot be kept"
     if outcome.in_a_row >= manner.stop_after:
-        return f"not asked: {manner.stop_after} failures in a row"
+        return f"{NOT_ASKED}: {manner.stop_after} failures in a row"
     while manner.max_cost is not None and outcome.cost + (outcome.under_way + 1) * reserve > manner.max_cost:
         if not outcome.under_way:
-            return "not asked: the cost limit is reached"
+            return f"{NOT_ASKED}: the cost limit is reached"
         await asyncio.sleep(0.05)
-    return "not asked: the limit of calls is reached" if manner.max_calls is not None and outcome.calls >= manner.max_calls else ""
+    return f"{NOT_ASKED}: the limit of calls is reached" if manner.max_calls is not None and outcome.calls >= manner.max_calls else ""
 
 
 async def _answer(model, item: Item, name: str, path: Path, manner: Manner, outcome: Outcome, reserve: float) -> None:
+    """Attempts until there is an answer, no hope or no leave; what came of it is in `outcome`."""
     for number in range(manner.retries + 1):
         refused = await _may_call(outcome, manner, reserve)
         if refused:
@@ -248,25 +226,32 @@ async def _answer(model, item: Item, name: str, path: Path, manner: Manner, outc
     return None
 
 
-async def _ask_all(items, path, name, manner, report, spec, model_args) -> Outcome:
+def connected(spec: str, model_args: dict):
+    """inspect's model, before anything is agreed or paid: a missing key, provider or client ends here, each told in the provider's own way."""
     from inspect_ai.model import get_model
 
+    args = {"max_retries": 0, **model_args} if spec.split("/")[0] in OWN_RETRIES else model_args
+    try:
+        return get_model(spec, memoize=False, **args)
+    except Exception as error:
+        raise ValueError(f"{spec} cannot be asked: {told(error)}") from None
+
+
+async def _ask_all(items, path, name, manner, report, connection) -> Outcome:
     outcome, waiting = Outcome(), iter(items)
     most = max(map(language_models.tokens_at_most, items)), manner.max_tokens
     reserve = manner.price.of(*most) if manner.price else 0.0
-    args = {"max_retries": 0, **model_args} if spec.split("/")[0] in OWN_RETRIES else model_args
+    aim, reported = len(items[: manner.max_calls]), 0
 
     async def worker(model):
+        nonlocal reported
         for item in waiting:
             await _answer(model, item, name, path, manner, outcome, reserve)
-            done = outcome.answered + outcome.missing.total()
-            if done % max(1, len(items) // 20) == 0:
-                report(f"{done}/{len(items)} items, {outcome.answered} answered")
+            done = outcome.answered + sum(n for reason, n in outcome.missing.items() if not reason.startswith(NOT_ASKED))
+            if done > reported and done % max(1, aim // 20) == 0:
+                reported = done
+                report(f"{done}/{aim} items, {outcome.answered} answered")
 
-    try:
-        connection = get_model(spec, memoize=False, **args)
-    except Exception as error:  # no key, no such provider, a client that is not installed: each provider says it in its own way
-        raise ValueError(f"{spec} cannot be asked: {told(error)}") from None
     async with connection as model:
         await asyncio.gather(*(worker(model) for _ in range(min(manner.concurrency, len(items)))))
     return outcome
@@ -276,16 +261,17 @@ def ask(items: Sequence[Item], path: Path, name: str, manner: Manner, report: Ca
         confirm: Callable[[], bool] = lambda: True, **model_args) -> Outcome:  # fmt: skip
     """Asks a model of any provider of inspect for the items that lack an answer. `spec`: inspect's name of the model, default `name`.
 
-    The counts are reported before `confirm` is asked, and `confirm` before the first call.
+    The key is looked at and the counts are reported before `confirm` is asked, and `confirm` before the first call.
     """
     need("inspect_ai")
     with alone(path):
         todo = missing_items(items, path, name)
+        connection = connected(spec or name, model_args) if todo else None
         report(f"{len(items) - len(todo)} answers are there; {forecast(todo, manner)}")
         if not todo or not confirm():
             return Outcome()
         language_models.append(path, [])  # a folder that cannot be written to is found out before the first answer is paid for
-        return asyncio.run(_ask_all(todo, path, name, manner, report, spec or name, model_args))
+        return asyncio.run(_ask_all(todo, path, name, manner, report, connection))
 
 
 def run(model: str, items: Sequence[Item], manner: Manner, report: Callable[[str], None], yes: bool = False, base_url: str | None = None,
@@ -294,14 +280,12 @@ def run(model: str, items: Sequence[Item], manner: Manner, report: Callable[[str
     path = path or language_models.file_of(model)
     if base_url is not None:
         check_url(base_url, model)
-    if model == SMALL:
-        ask_small(items, path, report)
-        return Outcome()  # no calls: nothing is missing that the same command does not make
-    routes = {SMALL_HTTP: ask_small_http, SMALL_HF: ask_small_hf}
-    if model in routes:
-        return routes[model](items, path, manner, report)
     if "/" not in model:
-        raise ValueError(f"model must be {SMALL}, {', '.join(routes)} or inspect's PROVIDER/MODEL, got {model!r}")
+        if model not in (SMALL, SMALL_HTTP, SMALL_HF):
+            raise ValueError(f"model must be {SMALL}, {SMALL_HTTP}, {SMALL_HF} or inspect's PROVIDER/MODEL, got {model!r}")
+        from rope_heads import small_routes
+
+        return small_routes.run(model, items, path, manner, report)
     more = {"base_url": base_url} if base_url else {}
     return ask(items, path, model, manner, report, confirm=lambda: yes or agreed(), **more)
 
@@ -339,28 +323,3 @@ def summary(outcome: Outcome) -> list[str]:
         told = outcome.example.get(reason)
         lines.append(f"missing {count}: {reason}" + (f"; for example: {told}" if told else ""))
     return lines + (["run the same command again to ask for what is missing"] if outcome.missing else [])
-
-
-# ---- the small model by other routes ---------------------------------------------------------------------------------------------
-
-
-def ask_small_http(items: Sequence[Item], path: Path, manner: Manner, report: Callable[[str], None], small=None) -> Outcome:
-    """SmolLM2 behind an OpenAI-compatible server on 127.0.0.1: the way a hosted model is asked, with a real socket between."""
-    need("inspect_ai", "openai", "transformers", "gguf", "accelerate")
-    from rope_heads import loopback, small_model
-
-    small = small or small_model.SmallModel.load()
-    with loopback.serving(loopback.completions(small)) as address:
-        return ask(items, path, SMALL_HTTP, manner, report, f"openai-api/loopback/{small_model.NAME}", base_url=address, api_key="not-needed")
-
-
-def ask_small_hf(items: Sequence[Item], path: Path, manner: Manner, report: Callable[[str], None], small=None) -> Outcome:
-    """SmolLM2 through inspect's local Hugging Face provider, from a temporary folder with the weights as plain numbers."""
-    need("inspect_ai", "transformers", "gguf", "accelerate")
-    from rope_heads import small_model
-
-    small = small or small_model.SmallModel.load()
-    with tempfile.TemporaryDirectory(prefix="rope-heads-") as folder:
-        small_model.export(Path(folder), small.model, small.tokenizer)
-        return ask(items, path, SMALL_HF, manner, report, f"hf/{small_model.NAME}", model_path=folder, tokenizer_path=folder, device="cpu",
-                   do_sample=False)

@@ -1,8 +1,8 @@
 """Answers of language models to the one-hop tasks: kept as JSONL, planned, counted. Asking itself is in `asking`, items in `one_hop`.
 
 One line an answer: model, date, task, setting, window, data_set, number, prompt (first 16 hex digits of the sha256 over the chat), answer,
-input_tokens, output_tokens; a model that runs here also has rank, candidates and top. Whether an answer is right is never stored: it follows
-from the item, which the first six fields make again.
+input_tokens, output_tokens; a model that runs here also has rank, candidates and top, and near_rank: the mean rank of the words that are not the
+answer among the twelve before the query. Whether an answer is right is never stored: it follows from the item, which the first six fields make again.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ SCREEN_WINDOW, SCREEN = 16, 0.85  # P1, Appendix H: a model must reach this accu
 LONGEST_ANSWER = 2_000  # characters kept of an answer
 PAPER_MODELS = {"GPT 5.4": "openai/gpt-5.4", "GPT 5.5": "openai/gpt-5.5", "Claude Sonnet 3.7": "anthropic/claude-3-7-sonnet-20250219"}  # inspect's names
 SMALL = "smollm2"  # SmolLM2-135M-Instruct on this machine
-INSTALL = "asking language models needs the extra llm: pip install 'rope-heads[llm]'"
+EXTRA = ".venv/bin/python -m pip install -e '.[llm]'"  # in a checkout; `make book` has done it
+INSTALL = f"asking language models needs the extra llm, in the checkout: {EXTRA}"
 
 
 def folder() -> Path:
@@ -88,6 +89,9 @@ def _fault(record) -> str:
     missing = [field for field in FIELDS if field not in record]
     if missing:
         return f"lacks {', '.join(missing)}"
+    beside = record.get("near_rank", 1.0)
+    if not isinstance(beside, float) or not 1 <= beside < float("inf"):
+        return f"has near_rank = {beside!r:.40}, expected a number >= 1, with a point"
     for name in FIELDS + ("rank", "candidates"):
         value = record.get(name)
         if name in WHOLE:
@@ -176,11 +180,13 @@ def table(records: Sequence[dict]) -> pd.DataFrame:
 def answers(where: Path | None = None) -> pd.DataFrame:
     """`table` of every file of answers: all models that were asked. `off`: (rank - 1) / (candidates - 1), for models that run here.
 
-    `off` is 0 when the right word is the most probable of the window and 1/2 on average when the order says nothing.
+    `off` is 0 when the right word is the most probable of the window and 1/2 on average when the order says nothing. `near_off`: the same
+    of near_rank, nan where a record has none.
     """
     rows = table([r for path in sorted((where or folder()).glob("*.jsonl")) for r in read(path)])
     if "rank" in rows:
         rows["off"] = (rows["rank"] - 1) / (rows["candidates"] - 1)
+        rows["near_off"] = (rows.get("near_rank", np.nan) - 1) / (rows["candidates"] - 1)
     return rows
 
 

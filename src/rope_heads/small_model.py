@@ -205,3 +205,11 @@ def rank(log_probabilities: dict[str, float], answer: str) -> int:
     if math.isnan(own):
         raise ValueError(f"answer must be one of {len(log_probabilities)} words with a probability, got {answer!r}: its rank would be 0")
     return sum(value >= own for value in log_probabilities.values())
+
+
+def mean_rank(log_probabilities: dict[str, float], words: Iterable[str]) -> float:
+    """Mean place of `words` among all words, ties counted against each; ValueError as in `rank`, and without any word."""
+    places = [rank(log_probabilities, word) for word in words]
+    if not places:
+        raise ValueError("words must hold at least one word, got none")
+    return sum(places) / len(places)
