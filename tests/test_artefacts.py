@@ -1,17 +1,23 @@
 """Files of data/: whole or not at all, listed with checksums, and with their origin inside."""
 
+import functools
 import hashlib
+import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+from pathlib import Path
 
 import pandas
 import pyarrow.parquet
 import pytest
 import torch
 
+import rope_heads
 from rope_heads import artefacts
 
 ORIGIN = {"command": "rope-heads measure", "seconds": 1.5, "seed": 3}
@@ -188,6 +194,54 @@ def test_the_wheel_carries_the_published_data_and_reads_them_outside_a_checkout(
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=tmp_path)
     place, refusal = done.stdout.splitlines()
     assert place == f"None {tmp_path / 'installed/rope_heads/data/published/claims.toml'}"
-    assert refusal == "data/runs/none.parquet is not here: run this from a checkout of the repository"
+    assert refusal == "data/runs/none.parquet is not part of this version of the book: run this from a checkout of the repository"
     carried = {path.relative_to(tmp_path / "installed/rope_heads/data") for path in (tmp_path / "installed/rope_heads/data").rglob("*.*")}
-    assert carried == {path.relative_to(root / "data") for path in (root / "data/published").rglob("*.*")}
+    assert carried == {path.relative_to(root / "data") for path in (root / "data/published").rglob("*.*")} | {Path("manifest.json")}
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    """No checkout, and a server on this machine in place of the release: (folder served, cache folder)."""
+    served, package, cache = tmp_path / "served", tmp_path / "package", tmp_path / "cache"
+    data = served / f"v{rope_heads.__version__}" / "data"
+    (data / "values").mkdir(parents=True)
+    (data / "values" / "one.json").write_text("{}")
+    (data / "values" / "two.json").write_text("[]")
+    artefacts.write_manifest(data)
+    (package / "data").mkdir(parents=True)
+    shutil.copy(data / "manifest.json", package / "data")
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=served)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(artefacts, "PACKAGE", package)
+        monkeypatch.setattr(artefacts, "repository", lambda: None)
+        monkeypatch.setattr(artefacts, "RELEASE", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr("pooch.os_cache", lambda name: cache)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield data, cache
+        server.shutdown()
+
+
+def test_outside_a_checkout_files_and_folders_are_fetched_once(outside):
+    data, _ = outside
+    assert artefacts.data_path("values/one.json").read_text() == "{}"
+    folder = artefacts.data_path("values")
+    shutil.rmtree(data)  # from now on only the cache can give them
+    assert artefacts.data_path("values") == folder and {path.name for path in folder.iterdir()} == {"one.json", "two.json"}
+
+
+def test_outside_a_checkout_another_file_than_the_released_one_is_refused(outside):
+    data, cache = outside
+    (data / "values" / "one.json").write_text("{ }")
+    with pytest.raises(FileNotFoundError, match="data/values/one.json could not be fetched.*hash"):
+        artefacts.data_path("values/one.json")
+    assert not list(cache.rglob("*.json"))
+    shutil.rmtree(data)
+    with pytest.raises(FileNotFoundError, match="data/values/two.json could not be fetched"):
+        artefacts.data_path("values/two.json")
+    with pytest.raises(FileNotFoundError, match="data/values/three.json is not part of this version"):
+        artefacts.data_path("values/three.json")

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import rope_heads
-from rope_heads import contents
+from rope_heads import artefacts, contents
 from rope_heads.artefacts import check_data, data_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,6 +209,7 @@ def test_setup_cell_configuration_and_package_name_one_address_and_one_tag():
     assert citation["repository-code"] == repository["url"]
     command = re.sub(r"^#.*", "", setup, flags=re.M)
     assert "--no-deps" in command and "torch" not in command and "numpy" not in command
+    assert artefacts.RELEASE == CONFIG["repository"]["url"].replace("https://github.com", "https://raw.githubusercontent.com")
 
 
 def test_the_setup_cell_installs_what_torch_and_colab_do_not_bring():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
 UNLISTED = {"README.md", "manifest.json"}  # the two files of data/ that describe the others
+RELEASE = "https://raw.githubusercontent.com/position-or-symbol/position-or-symbol"  # then the tag
 VERSIONED = ("rope-heads", "torch", "numpy")  # packages whose version goes into the provenance of a table
 
 
@@ -30,12 +31,37 @@ def data_folder() -> Path:
 
 
 def data_path(name: str) -> Path:
-    """Path of an existing file of data/, named as in the repository without the leading data/ (`published/curves.json`)."""
+    """Path of a file or folder of data/, named as in the repository without the leading data/ (`published/curves.json`).
+
+    Outside a checkout (Colab) what the wheel does not carry is fetched from the release and kept in the user's cache folder; every file must have
+    the sha256 of the manifest that came with the wheel. FileNotFoundError when there is no such file, or no network.
+    """
     path = data_folder() / name
-    if not path.exists():
-        where = "run this from a checkout of the repository" if repository() is None else "see data/README.md for the command that makes it"
-        raise FileNotFoundError(f"data/{name} is not here: {where}")
-    return path
+    if path.exists():
+        return path
+    if repository() is not None:
+        raise FileNotFoundError(f"data/{name} is not here: see data/README.md for the command that makes it")
+    return _fetched(name)
+
+
+def _fetched(name: str) -> Path:
+    import pooch
+
+    listed = json.loads((data_folder() / "manifest.json").read_text(encoding="utf-8"))["files"]
+    wanted = [file for file in listed if file == name or file.startswith(f"{name}/")]
+    if not wanted:
+        raise FileNotFoundError(f"data/{name} is not part of this version of the book: run this from a checkout of the repository")
+    version = importlib.metadata.version("rope-heads")
+    home = Path(pooch.os_cache("rope-heads")) / version
+    pooch.get_logger().setLevel("WARNING")  # a page is no place for one line a file
+    for file in wanted:
+        place = home / file
+        try:
+            pooch.retrieve(f"{RELEASE}/v{version}/data/{file}", f"sha256:{listed[file]['sha256']}", place.name, place.parent,
+                           downloader=pooch.HTTPDownloader(timeout=30))  # fmt: skip
+        except (OSError, ValueError) as error:  # no network; another checksum: pooch keeps no such file
+            raise FileNotFoundError(f"data/{file} could not be fetched: {error}") from None
+    return home / name
 
 
 @contextlib.contextmanager
