@@ -195,6 +195,10 @@ def test_the_chapter_executes_without_the_extra():
         "importlib.util.find_spec = lambda name, *more: None if name in extra else find(name, *more)\n"
         "sys.modules.update(dict.fromkeys(extra))\nspace = {}\n"
         "for source in json.load(sys.stdin):\n    exec(source, space)\n    space['plt'].close('all') if 'plt' in space else None\n"
+        "import contextlib, io\nchecks, lm = space['checks'], space['lm']\nwith contextlib.redirect_stdout(io.StringIO()):\n"
+        "    found = [checks.equal('x', n, space['bar']) for n in (8, 13, 15)]  # the mean of a guesser, one too few, one too many\n"
+        "    found += [checks.close('x', [0.5 + 0.5 * lm.guessing('number', n) for n in (w - 6 for w in (12, 48, 300))], space['expected'], tolerance=0.015)]\n"
+        "assert not any(found), found\n"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], input=json.dumps(sources), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
