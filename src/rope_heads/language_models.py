@@ -2,7 +2,8 @@
 
 One line an answer: model, date, task, setting, window, data_set, number, prompt (first 16 hex digits of the sha256 over the chat), answer,
 input_tokens, output_tokens; a model that runs here also has rank, candidates and top, and near_rank: the mean rank of the words that are not the
-answer among the twelve before the query. Whether an answer is right is never stored: it follows from the item, which the first six fields make again.
+answer among the twelve before the query (frozen for Letter only, near and plain at 12 words). Whether an answer is right is never stored: it
+follows from the item, which the first six fields make again.
 """
 
 import hashlib
