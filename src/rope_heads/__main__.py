@@ -190,7 +190,7 @@ def fingerprint(arguments) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     except ImportError as error:
-        raise argparse.ArgumentTypeError(f"{error}; install the package with its extra: pip install -e '.[heads]'") from None
+        raise argparse.ArgumentTypeError(f"{error}; install the package with its extra, in the checkout: .venv/bin/python -m pip install -e '.[heads]'") from None
     return 0
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from rope_heads import one_hop
-from rope_heads.artefacts import data_folder
+from rope_heads.artefacts import data_folder, data_path, repository
 from rope_heads.one_hop import Item
 
 FIELDS = ("model", "date", "task", "setting", "window", "data_set", "number", "prompt", "answer", "input_tokens", "output_tokens")
@@ -32,7 +32,8 @@ INSTALL = f"asking language models needs the extra llm, in the checkout: {EXTRA}
 
 
 def folder() -> Path:
-    return data_folder() / "runs" / "language_models"
+    """Where answers lie: in data/ of the checkout; elsewhere those of the release, fetched."""
+    return data_path("runs/language_models") if repository() is None else data_folder() / "runs" / "language_models"
 
 
 def file_of(model: str, where: Path | None = None) -> Path:
