@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rope_heads import artefacts
-from rope_heads.__main__ import TASKS as NAMES
+from rope_heads.arguments import TASKS as NAMES
 from rope_heads.__main__ import main
 from rope_heads.audit_tasks import ALL_TASKS, LETTER_12
 from rope_heads.counting import Conflicting, use_of_counting
