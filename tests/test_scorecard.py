@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 
 import pytest
 from bs4 import BeautifulSoup
@@ -83,8 +84,14 @@ def test_the_table_shows_what_was_measured_and_where():
         cells = page.find("tr", id=name).find_all("td")
         assert row.claim in cells[0].get_text() and cells[3].select_one(".verdict").text == row.verdict and row.command in cells[3].get_text()
         links = [tag["href"] for tag in cells[3].find_all("a")]
-        assert links == ([] if row.verdict == scorecard.OPEN else [f"{row.chapter}.html#claim-{name}"])
+        assert links == ([] if row.verdict == scorecard.OPEN else [f"{row.chapter}.html#{scorecard.anchor(name)}"])
         assert all(line in cells[2].get_text() for line in row.ours)
+
+
+def test_anchors_are_plain_selectors():
+    """The theme looks for the target of a link with querySelector("#..."), where a dot begins a class."""
+    names = [scorecard.anchor(name) for name in LEDGER.claims]
+    assert len(set(names)) == len(names) and all(re.fullmatch(r"[A-Za-z][\w-]*", name) for name in names)
 
 
 def test_text_of_the_table_is_escaped():

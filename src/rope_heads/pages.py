@@ -176,14 +176,14 @@ def with_measure(text: str | list[str], record: dict, mode: str) -> str:
 
 
 def with_anchors(cells: list[dict]) -> None:
-    """Puts `claim-ID` in front of the first code cell that names a claim of the ledger: there the scorecard's links lead."""
+    """Puts `scorecard.anchor` in front of the first code cell that names a claim of the ledger: there the scorecard's links lead."""
     first: dict[int, list[str]] = {}
     for name in read_ledger().claims:
         found = [i for i, cell in enumerate(cells) if cell["cell_type"] == "code" and f'"{name}"' in "".join(cell["source"])]
         if found:
             first.setdefault(found[0], []).append(name)
     for index in sorted(first, reverse=True):
-        anchors = "\n".join(f'<span id="claim-{name}"></span>' for name in first[index])
+        anchors = "\n".join(f'<span id="{scorecard.anchor(name)}"></span>' for name in first[index])
         cells.insert(index, {"cell_type": "markdown", "id": f"claims-{index}", "metadata": {}, "source": anchors})
 
 

@@ -133,6 +133,11 @@ def tally(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.crosstab(whose, rows.verdict).reindex(columns=list(ORDER), fill_value=0)
 
 
+def anchor(claim_id: str) -> str:
+    """Id of the place in a chapter's page where the claim is decided; without dots, which the theme's script takes for CSS classes."""
+    return f"claim-{claim_id.replace('.', '-')}"
+
+
 def to_html(rows: pd.DataFrame) -> str:
     """The rows as an HTML table: claim and source, published, ours, verdict with links to the deciding cell. Text is escaped."""
     escaped = html.escape
@@ -140,7 +145,7 @@ def to_html(rows: pd.DataFrame) -> str:
     for name, row in rows.iterrows():
         papers = " and ".join(f'<a href="{PAPERS[p]}">{p}</a>' for p in row.paper.split(" and "))
         source = f"{papers}, {escaped(row['where'])}" if row.kind == "paper" else f"this book, on {papers}: {escaped(row['where'])}"
-        made_in = "" if row.verdict == OPEN else f'<a href="{row.chapter}.html#claim-{escaped(name)}">the cell that decides it</a>, data from '
+        made_in = "" if row.verdict == OPEN else f'<a href="{row.chapter}.html#{anchor(name)}">the cell that decides it</a>, data from '
         measured = "<br>".join(escaped(line) for line in row.ours) or "-"
         lines.append(
             f'<tr id="{escaped(name)}"><td><p>{escaped(row.claim)}</p><p class="source">{source}</p></td>'
