@@ -2,7 +2,7 @@
 
 Chapters record the values of the claims they decide when they execute (`verdicts`). `data/values/CHAPTER.json` keeps those of mode quick, which rest
 on frozen runs and exact computation; `rope-heads book --freeze-values` renews it, and a test compares a build with it. The scorecard judges these
-values anew each time it executes. A claim without values is open: its runs have not been made.
+values anew each time it executes. A claim without values is open: its runs are not all made and measured.
 """
 
 import html
@@ -67,7 +67,7 @@ def waits_for(claim: Mapping) -> str:
         return "the chapter that decides it is not in the book yet"
     tasks = ", ".join(runs.get("tasks", [])).replace("_", " ")
     recipe = runs.get("recipe", runs.get("model", ""))
-    return f"its runs are not made yet: {recipe if isinstance(recipe, str) else ' and '.join(recipe)}{f' on {tasks}' if tasks else ''}, seeds {runs.get('seeds', '')}"
+    return f"its runs are not all made and measured yet: {recipe if isinstance(recipe, str) else ' and '.join(recipe)}{f' on {tasks}' if tasks else ''}, seeds {runs.get('seeds', '')}"
 
 
 def regenerates(claim: Mapping) -> str:
