@@ -15,7 +15,7 @@ from scipy import stats
 
 from rope_heads import claims, papers
 from rope_heads.artefacts import data_path
-from rope_heads.claims import FAILS, HOLDS, LIMIT, UNTESTED
+from rope_heads.claims import FAILS, HOLDS, LIMIT, OPEN, UNTESTED
 
 LOCK = "a3c5d0145a81c05ddb43feaca4b6eaa9eb4e92271e454bc764a8c061023b7836"  # sha256 of claims.lock on the day of registration
 LEDGER = claims.read_ledger()
@@ -230,7 +230,7 @@ EIGHT = (0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.97)
     ({"at_most": 100}, (*[math.inf] * 7, 50), FAILS, (math.inf, math.inf)),
     ({"at_least": 0.9}, (0.95,) * 5, HOLDS, (0.95, 0.95)),
     ({"at_least": 0.9}, (0.95, 0.95, 0.95, 0.95, 0.5), LIMIT, (0.5, 0.95)),  # five runs: all must agree
-    ({"at_least": 0.9}, (0.95,) * 4, UNTESTED, None),
+    ({"at_least": 0.9}, (0.95,) * 4, OPEN, None),
     ({"at_least": 0.9, "min_seeds": 3}, (0.95,) * 3, LIMIT, None),  # three runs never suffice for `holds`
     ({"at_least": 0.9, "min_seeds": 3}, (0.5,) * 3, FAILS, None),
     ({"at_least": 0.9, "min_seeds": 3}, (0.5, 0.5, 0.95), LIMIT, None),
@@ -257,7 +257,7 @@ def test_more_of_what_is_asked_never_hurts_and_mirror_images_agree(numbers, more
     ({"at_least": 5}, (5, 6, 7, 8, 9), (1, 1, 1, 1, 1), LIMIT),
     ({"at_least": 9}, (5, 6, 7, 8, 9), (1, 1, 1, 1, 1), FAILS),
     ({"at_least": 4, "scale": "ratio"}, (5, 6, 7, 8, 9), (1, 1, 1, 1, 1), HOLDS),
-    ({"at_least": 2}, (5, 6, 7), (1, 1, 1, 1, 1), UNTESTED),
+    ({"at_least": 2}, (5, 6, 7), (1, 1, 1, 1, 1), OPEN),
 ])  # fmt: skip
 def test_verdicts_on_two_groups(rule, first, second, verdict):
     assert claims.judge(one("shift", against="w", **rule), {"v": seeds(*first), "w": seeds(*second)}).verdict == verdict
@@ -296,7 +296,10 @@ def test_parts_combine_to_the_worst_and_a_qualifying_part_only_limits():
     limited = claims.judge(claim(qualifies=True), {"v": good, "w": bad})
     assert limited.verdict == LIMIT and limited.reason.startswith("b: ") and dict(limited.parts)["b"].verdict == FAILS
     assert claims.judge(claim(qualifies=True), {"v": bad, "w": good}).verdict == FAILS
-    assert claims.judge(claim(), {"v": good, "w": seeds(1)}).verdict == UNTESTED
+    waiting = claims.judge(claim(), {"v": good, "w": seeds(1)})
+    assert waiting.verdict == OPEN and waiting.reason == "b: 1 run so far, the rule needs 5"
+    assert claims.judge(claim(), {"v": bad, "w": {}}).verdict == FAILS  # whatever the runs that are missing will say
+    assert claims.judge(claim(qualifies=True), {"v": good, "w": {}}).verdict == LIMIT
 
 
 def test_a_failed_gate_makes_a_claim_untestable():

@@ -20,6 +20,8 @@ def small(monkeypatch):
     monkeypatch.setattr(final, "PROMPTS", 10)
     monkeypatch.setattr(final, "KEPT_PROMPTS", 5)
     monkeypatch.setattr(final, "PLANE_TESTS", 20)
+    monkeypatch.setattr(final, "DRAWS", 3)
+    monkeypatch.setattr(final, "KEPT_DRAWS", 2)
 
 
 def sharp(task, **changes) -> Transformer:
@@ -206,7 +208,7 @@ def test_measure_writes_tables_that_collect_joins(finished, capsys, tmp_path):
     for name in final.TABLES:
         frame, origin = artefacts.read_parquet(finished / f"{name}.parquet")
         assert f"{name}.parquet: {len(frame)} rows" in told and origin["command"] == "rope-heads measure --run RUNS/tiny/number-0"
-        assert set(frame.step) == ({0, 10, 20} if name in ("looks", "lens", "planes", "kinds", "steps", "mechanism") else {20})
+        assert set(frame.step) == ({0, 10, 20} if name in ("looks", "lens", "planes", "kinds", "spectra", "steps", "mechanism") else {20})
     mechanism = artefacts.read_parquet(finished / "mechanism.parquet")[0]
     assert mechanism[mechanism.step == 20][["follows", "lost", "kept", "ideal"]].notna().all(axis=None)
     steps = artefacts.read_parquet(finished / "steps.parquet")[0].query("step == 20")

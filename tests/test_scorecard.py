@@ -10,7 +10,7 @@ from bs4 import BeautifulSoup
 
 from rope_heads import scorecard, verdicts
 from rope_heads.artefacts import data_folder, repository
-from rope_heads.claims import UNTESTED, judge, read_ledger
+from rope_heads.claims import OPEN, UNTESTED, judge, read_ledger
 
 LEDGER = read_ledger()
 FROZEN = scorecard.frozen_values()
@@ -30,8 +30,19 @@ def test_every_claim_of_the_ledger_has_a_row_and_a_verdict():
 def test_only_claims_whose_chapter_or_table_is_missing_are_open():
     for name, row in ROWS[ROWS.verdict == scorecard.OPEN].iterrows():
         written = row.chapter in CHAPTERS_IN_BOOK
-        assert not written or name in AUDIT or not (data_folder() / TABLE[row.chapter]).exists(), f"{name} has its data but no frozen value"
-        assert row.reason and row.ours == []
+        few = "so far, the rule needs" in row.reason
+        assert few or not written or name in AUDIT or not (data_folder() / TABLE[row.chapter]).exists(), f"{name} has its data but no frozen value"
+        assert row.reason and (few or row.ours == [])
+
+
+def test_an_open_claim_says_how_many_seeds_it_has_and_leads_to_its_cell():
+    name = "P1-dynamics-number-staged"
+    few = {part["value"]: {"0": 0.4, "1": 0.5} for part in LEDGER.claims[name]["part"]}
+    row = scorecard.table(FROZEN | {name: few}).loc[[name]]
+    assert row.verdict.item() == scorecard.OPEN and row.reason.item().endswith("2 runs so far, the rule needs 5")
+    assert row.ours.item()[0].endswith("2 of 8 seeds") and f"#{scorecard.anchor(name)}" in scorecard.to_html(row)
+    whole = {part["value"]: {str(seed): 0.4 for seed in range(8)} for part in LEDGER.claims[name]["part"]}
+    assert scorecard.table(FROZEN | {name: whole}).loc[name, "ours"][0].endswith("8 seeds")
 
 
 def test_judged_rows_agree_with_the_rules():
@@ -104,7 +115,7 @@ def test_no_verdict_without_an_interval_or_cases():
     """Sampled parts carry an interval, or say that too few runs allow none and then reach a limit at most; everything else is a listed case."""
     for name, verdict in scorecard.judge_known(LEDGER, FROZEN).items():
         for part, found in zip(LEDGER.claims[name]["part"], dict(verdict.parts).values(), strict=False):
-            if part["kind"] in ("cases", "untestable") or found.verdict == UNTESTED:
+            if part["kind"] in ("cases", "untestable") or found.verdict in (UNTESTED, OPEN):
                 continue
             assert found.interval is not None or (found.verdict != "holds" and "no interval" in found.reason), name
 

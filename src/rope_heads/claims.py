@@ -19,7 +19,8 @@ strict JSON needs; nan is refused. Each part of a claim names a good region (`at
   is good: holds; one case misses the weak region: does not hold. Quantifier `some`: one good case is enough.
 - `untestable`: says why.
 
-Parts combine to the worst verdict; a part with `qualifies = true` can put a limit on a claim but not overturn it.
+Parts combine to the worst verdict; a part with `qualifies = true` can put a limit on a claim but not overturn it. A claim is open while a part
+that decides has fewer runs than its rule needs (`min_seeds`, default 5), unless another part has failed already.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from scipy import stats
 from rope_heads.artefacts import data_path
 
 HOLDS, LIMIT, FAILS, UNTESTED = "holds", "holds with a limit", "does not hold", "not testable here"
+OPEN = "open"  # no verdict yet: fewer runs than the rule needs
 COVERAGE = 0.90
 FIRST_EXCLUDED_SEED = 100  # calibration and trial runs; never part of a verdict
 Values = Mapping[str, Mapping[str, float]]
@@ -222,6 +224,10 @@ def _range(low: float, high: float) -> str:
     return f"at least {low:g}" if math.isinf(high) else f"at most {high:g}" if math.isinf(low) else f"{low:g} to {high:g}"
 
 
+def _so_far(n: int, what: str) -> str:
+    return f"{n or 'no'} {what}{'s' * (n != 1)} so far"
+
+
 def _few(column: Mapping[str, float], part: Mapping) -> str:
     """Fewer than five runs: agreement of all of them can at most hold with a limit; contradiction by all of them is one."""
     good, weak = _regions(part)
@@ -232,7 +238,7 @@ def _median(part, values, _p) -> Verdict:
     column = _column(part, values)
     n, estimate = len(column), _middle(np.sort(list(column.values()))) if column else math.nan
     if n < part.get("min_seeds", 5):
-        return Verdict(UNTESTED, estimate, None, n, f"{n} runs, the rule needs {part.get('min_seeds', 5)}")
+        return Verdict(OPEN, estimate, None, n, f"{_so_far(n, 'run')}, the rule needs {part.get('min_seeds', 5)}")
     good, _ = _regions(part)
     passing = sum(_inside(v, good) for v in column.values())
     reason = f"{_say(part)}; {passing} of {n} pass"
@@ -249,7 +255,7 @@ def _shift(part, values, p) -> Verdict:
     first, second = _column(part, values, "value"), _column(part, values, "against")
     n, ratio = min(len(first), len(second)), part.get("scale", "difference") == "ratio"
     if n < part.get("min_seeds", 5):
-        return Verdict(UNTESTED, math.nan, None, n, f"{len(first)} and {len(second)} runs, the rule needs {part.get('min_seeds', 5)} each")
+        return Verdict(OPEN, math.nan, None, n, f"{len(first)} and {_so_far(len(second), 'run')}, the rule needs {part.get('min_seeds', 5)} each")
     a, b = (np.array(list(c.values())) for c in (first, second))
     estimate, low, high, actual = shift_interval(np.log(a), np.log(b)) if ratio else shift_interval(a, b)
     if ratio:
@@ -272,7 +278,7 @@ def _correlation(part, values, _p) -> Verdict:
     clusters = [label.split("/")[0] for label in x]
     n = len(set(clusters))
     if n < part.get("min_seeds", 5):
-        return Verdict(UNTESTED, math.nan, None, n, f"{n} clusters, the rule needs {part.get('min_seeds', 5)}")
+        return Verdict(OPEN, math.nan, None, n, f"{_so_far(n, 'cluster')}, the rule needs {part.get('min_seeds', 5)}")
     if len(set(x.values())) == 1 or len(set(y.values())) == 1:
         return Verdict(UNTESTED, math.nan, None, n, "one side is the same everywhere, so there is nothing to correlate")
     estimate, low, high = clustered_correlation(list(x.values()), [y[k] for k in x], clusters, part.get("method", "spearman"))
@@ -317,7 +323,7 @@ def judge(claim: Mapping, values: Values, adjusted: Mapping[str, float] | None =
             reason = f"the gate failed: median of {gate['value']} is below {gate['at_least']:g}"
             return Verdict(UNTESTED, math.nan, None, 0, reason, parts=tuple((p["name"], v) for p, v in judged))
     parts = tuple((part["name"], verdict) for part, verdict in judged)
-    for wanted in (FAILS, UNTESTED):
+    for wanted in (FAILS, UNTESTED, OPEN):
         for part, found in judged:
             if found.verdict == wanted and not part.get("qualifies"):
                 return Verdict(wanted, found.estimate, found.interval, found.n, f"{part['name']}: {found.reason}", found.coverage, parts)

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from rope_heads import artefacts, circuits, interventions, scores
+from rope_heads import artefacts, bridge, circuits, interventions, scores
 from rope_heads.circuits import READINGS
 from rope_heads.model import Transformer
 from rope_heads.audit_tasks import ALL_TASKS
@@ -29,8 +29,10 @@ TABLES = {  # file in the run's folder -> what a row is
     "ablation": "accuracy after one head's output to one token is replaced, or its whole pattern",
     "forbidden": "accuracy when chain tokens may not look at later chain tokens, in any layer",
     "steps": "for both readings, hop count and chain step: the head that performs it, how often, and the accuracy without it",
+    "spectra": "spectral measures of W_Q W_K^T of each head, with its own level of chance (P2)",
     "mechanism": "the ledger's follows, lost, kept and ideal for both readings",
 }
+DRAWS, KEPT_DRAWS = 100, 20  # random heads for the level of chance of a spectrum: final weights, weights kept on the way
 PROMPTS, KEPT_PROMPTS, PLANE_TESTS = 300, 100, 500  # of each hop count: final weights, weights kept on the way, planes switched off
 FAST, SLOW = range(1, 9), range(33, 65)  # plane ids of the claim own-planes-causal
 TOKENS = ("p0", "p1", "p2", "p3", "off chain", "off chain, pre-target")  # where a head's output is replaced
@@ -263,6 +265,8 @@ def measure_run(folder: Path, report=print) -> dict[str, int]:
             first = Prompts(model, task, Batch(*(column[sets[0].hops == MAX_HOPS] for column in sets[0])))
             reference = Prompts(model, task, sets[1])
             measured = measure_looks(model, first, reference)
+            if model.config.positions == "rope":
+                measured["spectra"] = bridge.spectra(model, DRAWS if step == end else KEPT_DRAWS)
             if step == end:
                 changed = measure_interventions(model, task, seed, reference, Prompts(model, task, sets[2], look=False))
                 changed["mechanism"] = [a | b for a, b in zip(measured["mechanism"], changed["mechanism"], strict=True)]

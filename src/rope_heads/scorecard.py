@@ -2,7 +2,7 @@
 
 Chapters record the values of the claims they decide when they execute (`verdicts`). `data/values/CHAPTER.json` keeps those of mode quick, which rest
 on frozen runs and exact computation; `rope-heads book --freeze-values` renews it, and a test compares a build with it. The scorecard judges these
-values anew each time it executes. A claim without values is open: its runs are not all made and measured.
+values anew each time it executes. A claim without values, or with fewer runs than its rule needs, is open: its runs are not all made and measured.
 """
 
 import html
@@ -16,9 +16,8 @@ import pandas as pd
 
 from rope_heads import verdicts
 from rope_heads.artefacts import data_folder, data_path
-from rope_heads.claims import FAILS, HOLDS, LIMIT, UNTESTED, Ledger, Values, Verdict, adjust, judge, read_ledger
+from rope_heads.claims import FAILS, HOLDS, LIMIT, OPEN, UNTESTED, Ledger, Values, Verdict, adjust, judge, read_ledger
 
-OPEN = "open"
 ORDER = (HOLDS, LIMIT, FAILS, UNTESTED, OPEN)
 PAPERS = {"P1": "https://arxiv.org/abs/2605.31558", "P0": "https://arxiv.org/abs/2511.11579", "P2": "https://arxiv.org/abs/2607.06621"}
 CHAPTERS = ("training_dynamics", "mechanistic_metrics", "length_generalization", "theory", "rope_fingerprints", "language_models")
@@ -70,6 +69,12 @@ def waits_for(claim: Mapping) -> str:
     return f"its runs are not all made and measured yet: {recipe if isinstance(recipe, str) else ' and '.join(recipe)}{f' on {tasks}' if tasks else ''}, seeds {runs.get('seeds', '')}"
 
 
+def planned_seeds(claim: Mapping) -> int:
+    """How many seeds the ledger plans for each task: 8 for "0-7", 0 where it names several ranges or none."""
+    first, dash, last = str(claim["runs"].get("seeds", "")).partition("-")
+    return int(last) - int(first) + 1 if dash and first.isdigit() and last.isdigit() else 0
+
+
 def regenerates(claim: Mapping) -> str:
     """The command that makes the data behind a claim again; for claims without data of their own, the chapter itself."""
     runs, chapter = claim["runs"], claim["chapter"]
@@ -111,7 +116,9 @@ def ours(verdict: Verdict, claim: Mapping) -> list[str]:
             continue
         between = f" [{number(found.interval[0])}, {number(found.interval[1])}]" if found.interval else ""
         unit = {"cases": "case", "correlation": "cluster"}.get(part["kind"], "seed" if claim["unit"] == "seed" else "value")
-        lines.append(f"{part['name']}: {number(found.estimate)}{between}, {found.n} {unit}{'s' * (found.n != 1)}")
+        planned = planned_seeds(claim) if unit == "seed" and "min_seeds" not in part else found.n
+        of = f" of {planned}" if found.n < planned else ""
+        lines.append(f"{part['name']}: {number(found.estimate)}{between}, {found.n}{of} {unit}{'s' * (found.n != 1 or bool(of))}")
     return lines
 
 
@@ -145,7 +152,7 @@ def to_html(rows: pd.DataFrame) -> str:
     for name, row in rows.iterrows():
         papers = " and ".join(f'<a href="{PAPERS[p]}">{p}</a>' for p in row.paper.split(" and "))
         source = f"{papers}, {escaped(row['where'])}" if row.kind == "paper" else f"this book, on {papers}: {escaped(row['where'])}"
-        made_in = "" if row.verdict == OPEN else f'<a href="{row.chapter}.html#{anchor(name)}">the cell that decides it</a>, data from '
+        made_in = "" if row.verdict == OPEN and not row.ours else f'<a href="{row.chapter}.html#{anchor(name)}">the cell that decides it</a>, data from '
         measured = "<br>".join(escaped(line) for line in row.ours) or "-"
         lines.append(
             f'<tr id="{escaped(name)}"><td><p>{escaped(row.claim)}</p><p class="source">{source}</p></td>'
