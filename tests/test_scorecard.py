@@ -83,9 +83,9 @@ def test_inf_in_frozen_values_is_never():
 def test_a_family_is_judged_as_a_whole_or_not_at_all():
     family = [name for name, claim in LEDGER.claims.items() if any("family" in part for part in claim["part"])]
     needed = {name: {key: {str(seed): 100.0 + seed for seed in range(8)} for key in verdicts._needed(LEDGER.claims[name])} for name in family}
-    assert scorecard.OPEN not in {scorecard.judge_known(LEDGER, needed)[name].verdict for name in family}
+    assert scorecard.OPEN not in {verdicts.judge_known(LEDGER, needed)[name].verdict for name in family}
     needed.pop(family[0])
-    assert {scorecard.judge_known(LEDGER, needed)[name].verdict for name in family} == {scorecard.OPEN}
+    assert {verdicts.judge_known(LEDGER, needed)[name].verdict for name in family} == {scorecard.OPEN}
 
 
 def test_the_table_shows_what_was_measured_and_where():
@@ -113,7 +113,7 @@ def test_text_of_the_table_is_escaped():
 
 def test_no_verdict_without_an_interval_or_cases():
     """Sampled parts carry an interval, or say that too few runs allow none and then reach a limit at most; everything else is a listed case."""
-    for name, verdict in scorecard.judge_known(LEDGER, FROZEN).items():
+    for name, verdict in verdicts.judge_known(LEDGER, FROZEN).items():
         for part, found in zip(LEDGER.claims[name]["part"], dict(verdict.parts).values(), strict=False):
             if part["kind"] in ("cases", "untestable") or found.verdict in (UNTESTED, OPEN):
                 continue

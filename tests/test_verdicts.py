@@ -1,9 +1,10 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
-from rope_heads import verdicts
+from rope_heads import claims, verdicts
 from rope_heads.claims import FAILS, HOLDS, judge, read_ledger
 
 IRRATIONAL = "P1-theta-irrational"
@@ -58,3 +59,18 @@ def test_errors(tmp_path):
     with pytest.raises(ValueError, match="got nan for gap of 'theta'"):
         verdicts.record(IRRATIONAL, {"gap": {"theta": math.nan}}, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_family_waits_for_all_its_members():
+    ledger = claims.read_ledger()
+    family = [c["id"] for c in ledger.claims.values() if any("family" in part for part in c["part"])]
+    rng = np.random.default_rng(0)
+
+    def column(key):
+        return {str(seed): 0.0 if key == "asymmetry" else float(rng.integers(40, 100)) for seed in range(5)}
+
+    values = {name: {part[key]: column(part[key]) for part in ledger.claims[name]["part"] for key in ("value", "against") if key in part} for name in family}
+    assert (verdicts.verdict_table(values).verdict != claims.OPEN).all() and "adjusted p" in verdicts.verdict_table(values)["decided by"].iloc[0]
+    for gap in (values | {family[-1]: {name: {} for name in values[family[-1]]}}, {k: v for k, v in values.items() if k != family[-1]}):
+        table = verdicts.verdict_table(gap)
+        assert (table.verdict == claims.OPEN).all() and "not all made and measured" in table["decided by"].iloc[0]

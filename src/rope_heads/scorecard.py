@@ -16,7 +16,8 @@ import pandas as pd
 
 from rope_heads import verdicts
 from rope_heads.artefacts import data_folder, data_path
-from rope_heads.claims import FAILS, HOLDS, LIMIT, OPEN, UNTESTED, Ledger, Values, Verdict, adjust, judge, read_ledger
+from rope_heads.claims import FAILS, HOLDS, LIMIT, OPEN, UNTESTED, Ledger, Values, Verdict, judge, read_ledger
+from rope_heads.verdicts import judge_known
 
 ORDER = (HOLDS, LIMIT, FAILS, UNTESTED, OPEN)
 PAPERS = {"P1": "https://arxiv.org/abs/2605.31558", "P0": "https://arxiv.org/abs/2511.11579", "P2": "https://arxiv.org/abs/2607.06621"}
@@ -42,31 +43,6 @@ def freeze(values_folder: Path) -> list[str]:
     for path in paths:
         shutil.copyfile(path, data_folder() / "values" / path.name)
     return [path.stem for path in paths]
-
-
-def judge_known(ledger: Ledger, values: Mapping[str, Values]) -> dict[str, Verdict]:
-    """Verdict of every claim of the ledger; OPEN where values are missing. Claims of a family wait for all its members (p is adjusted over it)."""
-    family = [claim["id"] for claim in ledger.claims.values() if any("family" in part for part in claim["part"])]
-    waiting = [name for name in family if name not in values]
-    adjusted = {} if waiting else adjust(ledger, values)
-    found = {}
-    for name, claim in ledger.claims.items():
-        untestable = all(part["kind"] == "untestable" for part in claim["part"])
-        if (name in values and not (name in family and waiting)) or untestable:
-            found[name] = judge(claim, values.get(name, {}), adjusted.get(name))
-        else:
-            found[name] = Verdict(OPEN, math.nan, None, 0, waits_for(claim))
-    return found
-
-
-def waits_for(claim: Mapping) -> str:
-    """What an open claim lacks, in words."""
-    runs = claim["runs"]
-    if not runs:
-        return "the chapter that decides it is not in the book yet"
-    tasks = ", ".join(runs.get("tasks", [])).replace("_", " ")
-    recipe = runs.get("recipe", runs.get("model", ""))
-    return f"its runs are not all made and measured yet: {recipe if isinstance(recipe, str) else ' and '.join(recipe)}{f' on {tasks}' if tasks else ''}, seeds {runs.get('seeds', '')}"
 
 
 def planned_seeds(claim: Mapping) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from rope_heads.artefacts import repository, write_bytes
-from rope_heads.claims import Values, judge, read_ledger
+from rope_heads.claims import OPEN, Ledger, Values, Verdict, adjust, judge, read_ledger
 
 
 def values_folder() -> Path | None:
@@ -61,12 +61,37 @@ def recorded(folder: Path | None = None, chapter: str = "*") -> dict[str, dict[s
     return found
 
 
+def judge_known(ledger: Ledger, values: Mapping[str, Values]) -> dict[str, Verdict]:
+    """Verdict of every claim of the ledger; OPEN where values are missing. Claims of a family wait for all its members (p is adjusted over it)."""
+    family = [claim["id"] for claim in ledger.claims.values() if any("family" in part for part in claim["part"])]
+    waiting = [name for name in family if name not in values or not all(values[name].values())]  # absent, or without a single run
+    adjusted = {} if waiting else adjust(ledger, values)
+    found = {}
+    for name, claim in ledger.claims.items():
+        untestable = all(part["kind"] == "untestable" for part in claim["part"])
+        if (name in values and not (name in family and waiting)) or untestable:
+            found[name] = judge(claim, values.get(name, {}), adjusted.get(name))
+        else:
+            found[name] = Verdict(OPEN, math.nan, None, 0, waits_for(claim))
+    return found
+
+
+def waits_for(claim: Mapping) -> str:
+    """What an open claim lacks, in words."""
+    runs = claim["runs"]
+    if not runs:
+        return "the chapter that decides it is not in the book yet"
+    tasks = ", ".join(runs.get("tasks", [])).replace("_", " ")
+    recipe = runs.get("recipe", runs.get("model", ""))
+    return f"its runs are not all made and measured yet: {recipe if isinstance(recipe, str) else ' and '.join(recipe)}{f' on {tasks}' if tasks else ''}, seeds {runs.get('seeds', '')}"
+
+
 def verdict_table(values: Mapping[str, Values]) -> pd.DataFrame:
     """One row a claim, in the order given: whose claim it is, the claim, the verdict by its registered rule, and what decided it."""
     ledger, rows = read_ledger(), []
-    for claim_id, named in values.items():
-        claim = ledger.claims[claim_id]
-        found = judge(claim, named)
+    judged = judge_known(ledger, values)
+    for claim_id in values:
+        claim, found = ledger.claims[claim_id], judged[claim_id]
         whose = {"paper": claim["paper"], "own": "this book"}[claim["kind"]]
         rows.append([f"{whose}, {claim['where']}" if claim["kind"] == "paper" else whose, claim["claim"], found.verdict, found.reason])
     return pd.DataFrame(rows, index=list(values), columns=["source", "claim", "verdict", "decided by"])
