@@ -5,6 +5,7 @@
     snakemake -c2 fast                                   the tables of one folder of data/runs
     snakemake -c2 lengths                                long inputs: all runs measured, 27 more trained under interventions
     snakemake -c2 toys                                   the toy models of induction
+    snakemake -c2 audit                                  tasks, recipes and shapes that the papers lack
     snakemake -c2 data --config recipe=fast seeds=0-1    fewer runs (also tasks=number,letter keep=0,1000 set=dropout=0.1 weights=number-0 runs=FOLDER)
 
 On a cluster with shared files any executor of Snakemake's takes the jobs, here with a submit command of your own:
@@ -163,6 +164,63 @@ rule collect_interventions:
     params: recipes=list(CHANGED), seeds=listed("0-2")
     threads: 1
     shell: "{ROPE_HEADS} collect --recipe {params.recipes} --into interventions --only lengths accuracy --seeds {params.seeds} --runs {RUNS}"
+
+
+# ---- audit: what else could explain the papers' results ---------------------------------------------------------------------------------
+
+# folder of data/runs: recipes and tasks, seeds, tables. At most 60 models.
+AUDIT = {
+    "letter_12": ({"fast": "letter_12,letter_12_debiased"}, "0-4", "accuracy audit lengths"),  # with the counting shortcut and without
+    "number_64": ({"fast": "number_64"}, "0-4", "accuracy heads lengths"),  # as many answers as Letter has
+    "variants": ({name: "number,letter" for name in ("paper,lr=0.001", "fast,dropout=0.1", "fast,heads=4,layers=2", "fast,heads=2,layers=4", "fast,layers=6")},
+                 "0-2", "accuracy heads"),
+}
+AUDIT_TASKS = "letter_12|letter_12_debiased|number_64"
+AUDITED = [f"data/runs/{name}/accuracy.parquet" for name in AUDIT]
+
+
+def audited(recipes: dict[str, str], seeds: str, file: str) -> list[str]:
+    return [f"{RUNS}/{recipe}/{task}-{seed}/{file}" for recipe, tasks in recipes.items() for task in listed(tasks) for seed in listed(seeds)]
+
+
+rule audit:
+    input: AUDITED
+    shell: "{ROPE_HEADS} check-data --update"
+
+ruleorder: train_variant > train_intervention
+
+rule train_variant:
+    output: RUNS + "/{recipe}/{task}-{seed}/model.safetensors"
+    wildcard_constraints: recipe="|".join(AUDIT["variants"][0])
+    params: lambda wildcards: wildcards.recipe.split(",")[0], lambda wildcards: "".join(f" --set {change}" for change in wildcards.recipe.split(",")[1:])
+    threads: 1
+    resources: mem_mb=3000, runtime=720
+    shell: "{ROPE_HEADS} train --task {wildcards.task} --recipe {params[0]} --seed {wildcards.seed}{params[1]} --measure --runs {RUNS}"
+
+rule train_audit_task:
+    output: RUNS + "/fast/{task}-{seed}/model.safetensors"
+    wildcard_constraints: task=AUDIT_TASKS
+    threads: 1
+    resources: mem_mb=3000, runtime=720
+    shell: "{ROPE_HEADS} train --task {wildcards.task} --recipe fast --seed {wildcards.seed} --measure --runs {RUNS}"
+
+rule lengths_of_an_audit_task:
+    input: RUNS + "/fast/{task}-{seed}/model.safetensors"
+    output: touch(RUNS + "/fast/{task}-{seed}/lengths.done")
+    wildcard_constraints: task=AUDIT_TASKS
+    threads: 1
+    resources: mem_mb=3000, runtime=240
+    shell: "{ROPE_HEADS} lengths --run {RUNS}/fast/{wildcards.task}-{wildcards.seed} --what main"
+
+for NAME, (RECIPES_OF, SEEDS, KEPT) in AUDIT.items():
+
+    rule:
+        name: f"collect_{NAME}"
+        input: audited(RECIPES_OF, SEEDS, "lengths.done" if "lengths" in KEPT else "model.safetensors")
+        output: f"data/runs/{NAME}/accuracy.parquet"
+        params: list(RECIPES_OF), NAME, KEPT, sorted({task for tasks in RECIPES_OF.values() for task in listed(tasks)}), listed(SEEDS)
+        threads: 1
+        shell: "{ROPE_HEADS} collect --recipe {params[0]} --into {params[1]} --only {params[2]} --tasks {params[3]} --seeds {params[4]} --runs {RUNS}"
 
 
 # Toy models of induction. Arms and how many seeds each has, as in rope_heads.induction.ARMS.

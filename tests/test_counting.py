@@ -71,7 +71,8 @@ def test_the_command_line_trains_every_task(tmp_path, capsys):
 
 
 def test_an_audit_run_resumes_with_its_table(tmp_path):
-    from rope_heads.training import Recipe, Run
+    from rope_heads.recipes import Recipe
+    from rope_heads.training import Run
 
     recipe = Recipe("tiny", steps=4, batch=2, warmup=0)
     options = {

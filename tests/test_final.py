@@ -11,7 +11,8 @@ from rope_heads.final import Prompts, prompt_sets
 from rope_heads.model import Config, Transformer
 from rope_heads.scores import positional_symbolic, swap_logits
 from rope_heads.tasks import LETTER, NUMBER, Batch
-from rope_heads.training import Recipe, Run, accuracy_by_hops, first_of_each
+from rope_heads.recipes import Recipe
+from rope_heads.training import Run, accuracy_by_hops, first_of_each
 
 
 @pytest.fixture(autouse=True)

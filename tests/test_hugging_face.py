@@ -116,7 +116,7 @@ def test_what_the_first_papers_code_sets_without_saying_so():
 
     from transformers import GPTJConfig, TrainingArguments
 
-    from rope_heads.training import RECIPES
+    from rope_heads.recipes import RECIPES
 
     theirs = GPTJConfig(resid_pdrop=0.1, attn_pdrop=0.1, embed_pdrop=0.1)
     assert (theirs.resid_pdrop, theirs.attn_pdrop, theirs.embd_pdrop) == (0.1, 0.1, 0.0)

@@ -16,7 +16,8 @@ from rope_heads import artefacts, lengths
 from rope_heads.lengths import CHANGES, EIGHT, GRID, Setting, changed, read, right_answers, sequences, settings, wilson
 from rope_heads.model import Config, Transformer
 from rope_heads.tasks import LETTER, LETTER_PROPER, NUMBER, TASKS
-from rope_heads.training import Recipe, Run
+from rope_heads.recipes import Recipe
+from rope_heads.training import Run
 
 ADDED = [0, 1, 5, 70, 130]  # on both sides of 64 keys, where the attention changes kernel
 

@@ -13,9 +13,9 @@ import torch
 
 from rope_heads import artefacts
 from rope_heads.model import Config, Transformer
+from rope_heads.recipes import RECIPES, Recipe, changed, configured
 from rope_heads.tasks import LETTER, NUMBER, Batch
-from rope_heads.training import (RECIPES, Recipe, Run, accuracy_by_hops, batch_rows, changed, configured, first_of_each, one_process,
-                                 parameter_groups)  # fmt: skip
+from rope_heads.training import Run, accuracy_by_hops, batch_rows, first_of_each, one_process, parameter_groups
 
 TINY = {"layers": 2, "width": 32, "mlp": 64}
 SHORT = Recipe(name="short", steps=30, batch=16, lr=1e-3, warmup=5)
@@ -77,7 +77,8 @@ def test_stopped_at_any_evaluation_it_goes_on_to_the_same_weights_and_log(tmp_pa
 SCRIPT = """
 import sys, torch
 torch.set_num_threads(1)
-from rope_heads.training import Recipe, Run
+from rope_heads.recipes import Recipe
+from rope_heads.training import Run
 recipe = Recipe(name="killed", steps=400, batch=16, lr=1e-3, warmup=5)
 Run("number", recipe, 0, sys.argv[1], config={"layers": 2, "width": 32, "mlp": 64}, evaluate_every=10, tests_per_hop=20, checkpoint_every=10).train()
 """

@@ -9,7 +9,8 @@ from rope_heads import artefacts, runs
 from rope_heads.model import Config, Transformer
 from rope_heads.scores import positional_symbolic, swap_logits
 from rope_heads.tasks import LETTER, NUMBER, QUERY
-from rope_heads.training import Recipe, Run, first_of_each
+from rope_heads.recipes import Recipe
+from rope_heads.training import Run, first_of_each
 from rope_heads.trajectory import Trajectory, ten_steps
 
 

@@ -58,7 +58,8 @@ def train(arguments) -> int:
 
     from rope_heads import counting
     from rope_heads.audit_tasks import ALL_TASKS
-    from rope_heads.training import RECIPES, Run, configured, run_folder
+    from rope_heads.recipes import RECIPES, configured
+    from rope_heads.training import Run, run_folder
     from rope_heads.trajectory import Trajectory
 
     torch.set_num_threads(arguments.threads)

@@ -14,7 +14,8 @@ from rope_heads.model import Config, Transformer
 from rope_heads.scores import positional_symbolic, swap_logits
 from rope_heads.spectra import qk_spectrum
 from rope_heads.tasks import LENGTH, TASKS
-from rope_heads.training import RECIPES, parameter_groups
+from rope_heads.recipes import RECIPES
+from rope_heads.training import parameter_groups
 
 
 def in_turns(contestants: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
