@@ -57,6 +57,22 @@ def test_number_separation_and_shortcut():
     assert s.shortcut(frame)["excess"]["5"] == pytest.approx((0.8 - 0.5) - (1.0 - 0.9))
 
 
+def test_the_audit_compares_its_tasks_with_recipe_fast():
+    audit = {"recipe": "fast", "seeds": range(5)}
+    fast = pd.concat([lengths(fall(1000), **audit), lengths(fall(4000), task="letter", **audit)])
+    twelve = pd.concat([lengths(fall(2000), task="letter_12_debiased", **audit), lengths(fall(100), task="letter_12", **audit)])
+    curve = [{"recipe": "fast", "task": task, "seed": seed, "step": step, "hops": h, "accuracy": float(step >= 100 + late * h)}
+             for task, late in (("letter_12_debiased", 50), ("letter_12", 100)) for seed in range(5) for step in range(0, 500, 50) for h in (1, 2, 3, 4)]  # fmt: skip
+    found = s.debiased_letter(pd.DataFrame(curve), twelve, fast)
+    assert found["letter_break"]["4"] == pytest.approx(1017) and found["number_break"]["4"] == pytest.approx(517)
+    first, last = 50 * 2 + 45, 50 * 5 + 45  # .9 of the way from the evaluation before
+    assert found["spread90"]["0"] == pytest.approx((last - first) / first)
+    assert s.number_64(lengths(fall(500), task="number_64", **audit), fast) == {"letter": dict.fromkeys("01234", pytest.approx(2017)),
+                                                                              "number64": dict.fromkeys("01234", pytest.approx(267))}  # fmt: skip
+    for name, values in (("own-debiased-letter", found), ("own-number-64", s.number_64(lengths(fall(500), task="number_64", **audit), fast))):
+        assert verdicts.record(name, values)
+
+
 def gaps(slopes, task, recipe="paper") -> pd.DataFrame:
     """Two performing layers, the lower one ahead by 10 at all lengths, the higher by 2 and less with length; one that performs nothing."""
     rows = []

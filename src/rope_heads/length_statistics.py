@@ -15,6 +15,7 @@ from scipy import stats
 from rope_heads.claims import break_length
 from rope_heads.head_statistics import Values, at_the_end, by_seed
 from rope_heads.length_gap import gap_curve, gap_length
+from rope_heads.training_statistics import spread
 
 PLANES, BASE, LETTERS = 64, 10_000, 8
 
@@ -63,6 +64,17 @@ def shortcut(lengths: pd.DataFrame) -> Values:
     own, proper = curves(lengths, "letter"), curves(lengths, "letter", inputs="letter_proper")
     loss = own - proper
     return {"excess": labelled(loss[800] - loss[0])}
+
+
+def debiased_letter(accuracy: pd.DataFrame, lengths: pd.DataFrame, fast: pd.DataFrame) -> Values:
+    """own-debiased-letter. accuracy, lengths: of the 12-letter runs; fast: `lengths` of recipe fast, for Number's break lengths."""
+    breaks = separation(pd.concat([lengths, fast]), {"letter_break": "letter_12_debiased", "number_break": "number"})
+    return {"spread90": by_seed(accuracy, "letter_12_debiased", lambda run: spread(run, 0.9)), **breaks}
+
+
+def number_64(lengths: pd.DataFrame, fast: pd.DataFrame) -> Values:
+    """own-number-64. lengths: of Number with 64 letters; fast: `lengths` of recipe fast, for Letter's break lengths."""
+    return separation(pd.concat([lengths, fast]), {"letter": "letter", "number64": "number_64"})
 
 
 def planes_causal(tests: pd.DataFrame, seeds=range(3)) -> Values:
