@@ -65,7 +65,7 @@ def regenerates(claim: Mapping) -> str:
     if runs.get("model") == "SmolLM2-135M":
         return "rope-heads fingerprint --model smollm2 --into smollm2"
     if runs.get("model"):
-        return "rope-heads ask --help"
+        return "rope-heads ask --model smollm2"
     return f"rope-heads book --force --only {chapter}"
 
 
