@@ -228,8 +228,12 @@ TOYS = {"learned-free": 8, "learned-symmetric": 8, "RoPE-free": 8, "RoPE-symmetr
         "RoPE-sham": 5, "learned-tied": 5, "ALiBi-free": 5, "ALiBi-symmetric": 5, "no-positions-free": 5, "no-positions-symmetric": 5}
 
 
+# Two runs of each arm of P2's go on to the end of P2's training, for the losses that it prints.
+CONTINUED, CONTINUED_ARMS, CONTINUED_SEEDS = "toys,after=None,cap=6000", list(TOYS)[:5], range(2)
+
+
 rule toys:
-    input: "data/runs/toys/formation.parquet"
+    input: "data/runs/toys/formation.parquet", "data/runs/toys_continued/formation.parquet"
     shell: "{ROPE_HEADS} check-data --update"
 
 rule train_toy:
@@ -239,6 +243,20 @@ rule train_toy:
     threads: 1
     resources: mem_mb=3000, runtime=720
     shell: '{ROPE_HEADS} toy --arm "{params[0]}" --seed {wildcards.seed} --runs {RUNS}'
+
+rule continue_toy:
+    output: f"{RUNS}/{CONTINUED}/{{arm}}-{{seed}}/run.json"
+    wildcard_constraints: arm="[A-Za-z-]+"
+    params: lambda wildcards: wildcards.arm.replace("-", " ")
+    threads: 1
+    resources: mem_mb=3000, runtime=720
+    shell: '{ROPE_HEADS} toy --arm "{params[0]}" --seed {wildcards.seed} --set after=None --set cap=6000 --runs {RUNS}'
+
+rule collect_continued_toys:
+    input: [f"{RUNS}/{CONTINUED}/{arm}-{seed}/run.json" for arm in CONTINUED_ARMS for seed in CONTINUED_SEEDS]
+    output: "data/runs/toys_continued/formation.parquet", "data/runs/toys_continued/log.parquet", "data/runs/toys_continued/heads.parquet"
+    threads: 1
+    shell: "{ROPE_HEADS} toy --collect --set after=None --set cap=6000 --into toys_continued --runs {RUNS}"
 
 rule collect_toys:
     input: [f"{RUNS}/toys/{arm}-{seed}/run.json" for arm, seeds in TOYS.items() for seed in (listed(config.get("seeds")) or range(seeds))]

@@ -6,7 +6,7 @@ import torch
 
 from rope_heads import induction
 from rope_heads.induction import ARMS, FORMED, Arm, build, sample
-from rope_heads.induction_runs import Schedule, ToyRun, collect
+from rope_heads.induction_runs import Schedule, ToyRun, collect, run_folder
 from rope_heads.spectra import rope_parts
 
 
@@ -158,8 +158,12 @@ def test_a_run_ends_some_steps_after_formation(tmp_path, monkeypatch):
 
 def test_collected_tables(tmp_path):
     for arm, seed in (("learned free", 0), ("ALiBi symmetric", 0), ("learned free", 100)):
-        ToyRun(arm, seed, tmp_path / "toys" / f"{arm.replace(' ', '-')}-{seed}", TINY, report=lambda line: None).train()
-    assert collect(tmp_path, tmp_path / "data") == {"formation": 2, "log": 8, "heads": 64}, "seeds from 100 on are trials"
+        ToyRun(arm, seed, run_folder(tmp_path, arm, seed, TINY), TINY, report=lambda line: None).train()
+    assert run_folder("runs", "RoPE free", 3).as_posix() == "runs/toys/RoPE-free-3"
+    assert run_folder("runs", "RoPE free", 3, Schedule(cap=6000, after=None)).as_posix() == "runs/toys,after=None,cap=6000/RoPE-free-3"
+    with pytest.raises(ValueError, match="holds no finished runs"):
+        collect(tmp_path, tmp_path / "data")  # none with the usual schedule
+    assert collect(tmp_path, tmp_path / "data", TINY) == {"formation": 2, "log": 8, "heads": 64}, "seeds from 100 on are trials"
     with pytest.raises(ValueError, match="holds no finished runs"):
         collect(tmp_path / "nothing", tmp_path)
 
@@ -170,11 +174,14 @@ def test_command_line(tmp_path, capsys, monkeypatch):
 
     tiny = [word for k, v in (("cap", 2), ("every", 2), ("batch", 2), ("length", 70)) for word in ("--set", f"{k}={v}")]
     assert main(["toy", "--arm", "learned free", "--runs", str(tmp_path), *tiny]) == 0
-    assert "formed at step inf" in capsys.readouterr().out and (tmp_path / "toys" / "learned-free-0" / "run.json").exists()
+    assert "formed at step inf" in capsys.readouterr().out and len(list(tmp_path.glob("toys,batch=2,cap=2,*/learned-free-0/run.json"))) == 1
     monkeypatch.setattr(artefacts, "data_folder", lambda: tmp_path / "data")
-    assert main(["toy", "--collect", "--runs", str(tmp_path)]) == 0 and (tmp_path / "data" / "runs" / "toys" / "heads.parquet").exists()
+    assert main(["toy", "--collect", "--into", "tiny", "--runs", str(tmp_path), *tiny]) == 0
+    heads, origin = artefacts.read_parquet(tmp_path / "data" / "runs" / "tiny" / "heads.parquet")
+    assert len(heads) == 16 and origin["command"] == "rope-heads toy --collect --set batch=2 --set cap=2 --set every=2 --set length=70 --into tiny"
+    assert "--set cap=2" in origin["runs"][0]["command"]
     for wrong, told in (
-        (["--arm", "RoPE"], "arm must be one of"), ([], "pass --arm"), (["--arm", "RoPE free", "--collect"], "pass --arm"),
+        (["--arm", "RoPE"], "arm must be one of"), ([], "pass --arm"), (["--arm", "RoPE free", "--collect"], "pass --arm"), (["--collect", "--into", "a/b"], "single folder name"),
         (["--arm", "RoPE free", "--set", "size=3"], "no part of a schedule"), (["--arm", "RoPE free", "--set", "cap=2.5"], "whole number"),
     ):  # fmt: skip
         assert main(["toy", "--runs", str(tmp_path / "x"), *wrong]) == 2 and told in capsys.readouterr().err

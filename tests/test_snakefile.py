@@ -146,12 +146,15 @@ def test_the_whole_graph_is_what_the_issue_asks_for(checkout):
 
 def test_the_toy_models_are_those_of_the_package(checkout):
     from rope_heads.induction import ARMS
-    from rope_heads.induction_runs import run_folder
+    from rope_heads.induction_runs import run_folder, schedule
 
     code, said = snakemake(checkout, "-n", "-p", "toys", config=["seeds="])
     assert code == 0, said
     trained = {line.split(" toy ")[1].split(" --runs")[0] for line in said.splitlines() if " toy --arm" in line}
-    assert trained == {f'--arm "{arm}" --seed {seed}' for arm, spec in ARMS.items() for seed in range(spec.seeds)}
+    expected = {f'--arm "{arm}" --seed {seed}' for arm, spec in ARMS.items() for seed in range(spec.seeds)}
+    expected |= {f'--arm "{arm}" --seed {seed} --set after=None --set cap=6000' for arm, spec in ARMS.items() if spec.published for seed in range(2)}
+    assert trained == expected and said.count(" toy --collect") == 2
+    assert str(run_folder("runs", "RoPE free", 1, schedule({"after": None, "cap": 6000}))).replace(os.sep, "/") in said
     assert all(str(run_folder("runs", arm, 0)).replace(os.sep, "/") in said for arm in ARMS)
 
 

@@ -163,12 +163,13 @@ def toy(arguments) -> int:
     if arguments.collect == (arguments.arm is not None):
         raise argparse.ArgumentTypeError("pass --arm to train a run, or --collect alone to join finished runs")
     try:
+        schedule = induction_runs.schedule(dict(arguments.set))
         if arguments.collect:
-            for table, number in induction_runs.collect(arguments.runs).items():
-                print(f"data/runs/toys/{table}.parquet: {number} rows")
+            for table, number in induction_runs.collect(arguments.runs, schedule=schedule, into=arguments.into).items():
+                print(f"data/runs/{arguments.into}/{table}.parquet: {number} rows")
             return 0
-        folder = induction_runs.run_folder(arguments.runs, arguments.arm, arguments.seed)
-        run = induction_runs.ToyRun(arguments.arm, arguments.seed, folder, induction_runs.schedule(dict(arguments.set)), arguments.device,
+        folder = induction_runs.run_folder(arguments.runs, arguments.arm, arguments.seed, schedule)
+        run = induction_runs.ToyRun(arguments.arm, arguments.seed, folder, schedule, arguments.device,
                                     report=lambda line: print(line, flush=True))  # fmt: skip
         formed = run.train()
     except ValueError as error:

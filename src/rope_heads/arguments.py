@@ -166,14 +166,15 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "toy", help="train one toy model of induction, or join the finished ones",
         description="Trains a two-layer attention-only model of one arm (position scheme and constraint) until 200 steps after induction has "
-        "formed, and writes RUNS/toys/ARM-SEED/: log.parquet (losses, gradient norms), heads.parquet (attention and spectra of every head every "
+        "formed, and writes RUNS/toys/ARM-SEED/ (toys,NAME=VALUE with another schedule): log.parquet (losses, gradient norms), heads.parquet (attention and spectra of every head every "
         "20 steps), run.json; the same command goes on after an interruption. 10 to 30 minutes on one core. --collect joins the finished runs "
-        "into data/runs/toys/.")
+        "of one schedule into data/runs/INTO/.")
     command.add_argument("--arm", metavar="ARM", help='for example "RoPE free"; a wrong name lists them')
     command.add_argument("--seed", type=whole, default=0, help="fixes initial weights and data (default 0)")
     command.add_argument("--set", metavar="NAME=VALUE", type=parameter, action="append", default=[],
                          help="change one value of the schedule (cap, after, every, batch, lr, warmup, weight_decay, clip, length, layers)")
-    command.add_argument("--collect", action="store_true", help="join finished runs into data/runs/toys/")
+    command.add_argument("--collect", action="store_true", help="join finished runs into data/runs/INTO/")
+    command.add_argument("--into", metavar="NAME", default="toys", help="folder under data/runs (default toys)")
     command.add_argument("--runs", metavar="DIR", default="runs", help="where runs are written (default runs/)")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     command.add_argument("--threads", type=count, default=1)

@@ -62,8 +62,20 @@ def schedule(changes: dict[str, object]) -> Schedule:
     return Schedule(**default | changes)
 
 
-def run_folder(root, arm: str, seed: int) -> Path:
-    return Path(root) / "toys" / f"{arm.replace(' ', '-')}-{seed}"
+def kind(schedule: Schedule) -> str:
+    """Folder of runs with this schedule: "toys", or "toys,after=None,cap=6000" when it is changed."""
+    default = Schedule()
+    changes = {name: value for name, value in asdict(schedule).items() if value != getattr(default, name)}
+    return ",".join(["toys", *(f"{name}={value}" for name, value in sorted(changes.items()))])
+
+
+def options(schedule: Schedule | None) -> str:
+    """What a command line needs for this schedule: " --set after=None --set cap=6000", or nothing."""
+    return "".join(f" --set {change}" for change in kind(schedule or Schedule()).split(",")[1:])
+
+
+def run_folder(root, arm: str, seed: int, schedule: Schedule | None = None) -> Path:
+    return Path(root) / kind(schedule or Schedule()) / f"{arm.replace(' ', '-')}-{seed}"
 
 
 class ToyRun:
@@ -169,9 +181,7 @@ class ToyRun:
         return out
 
     def _origin(self) -> dict:
-        default = Schedule()
-        options = "".join(f" --set {k}={v}" for k, v in asdict(self.schedule).items() if v != getattr(default, k))
-        return artefacts.provenance(f'rope-heads toy --arm "{self.arm}" --seed {self.seed}{options}', round(self.seconds, 1), self.seed,
+        return artefacts.provenance(f'rope-heads toy --arm "{self.arm}" --seed {self.seed}{options(self.schedule)}', round(self.seconds, 1), self.seed,
                                     threads=torch.get_num_threads(), device=self.device, step=self.step)  # fmt: skip
 
     def _write_tables(self) -> None:
@@ -205,15 +215,18 @@ class ToyRun:
         self.report(f"{self.arm} seed {self.seed}: goes on from step {self.step}")
 
 
-def collect(root, data: Path | None = None) -> dict[str, int]:
-    """Joins the finished runs under root/toys into data/runs/toys/{formation,log,heads}.parquet; rows of each table.
+def collect(root, data: Path | None = None, schedule: Schedule | None = None, into: str = "toys") -> dict[str, int]:
+    """Joins the finished runs of one schedule under root into data/runs/<into>/{formation,log,heads}.parquet; rows of each table.
 
     formation: arm, seed, formed (step, inf when censored), steps (trained). Unfinished runs are left out; how many is told in the provenance.
     """
-    folders = sorted(path.parent for path in (Path(root) / "toys").glob("*/run.json"))
+    if into in ("", ".", "..") or "/" in into or "\\" in into:
+        raise ValueError(f"into must be a single folder name, got {into!r}")
+    root = Path(root) / kind(schedule or Schedule())
+    folders = sorted(path.parent for path in root.glob("*/run.json"))
     if not folders:
-        raise ValueError(f"{root}/toys holds no finished runs: train some first (rope-heads toy --arm ... --seed ...)")
-    unfinished = [path.parent.name for path in sorted((Path(root) / "toys").glob("*/checkpoint.safetensors"))]
+        raise ValueError(f"{root} holds no finished runs: train some first (rope-heads toy --arm ... --seed ...)")
+    unfinished = [path.parent.name for path in sorted(root.glob("*/checkpoint.safetensors"))]
     formation, frames, origins = [], {"log": [], "heads": []}, []
     for folder in folders:
         found, made = artefacts.read_json(folder / "run.json")
@@ -235,12 +248,12 @@ def collect(root, data: Path | None = None) -> dict[str, int]:
             frame.insert(1, "seed", found["seed"])
             parts.append(frame)
     told = artefacts.provenance(
-        "rope-heads toy --collect", round(sum(made["seconds"] for made in origins), 1), runs=origins, unfinished=unfinished
+        "rope-heads toy --collect" + options(schedule) + f" --into {into}" * (into != "toys"), round(sum(made["seconds"] for made in origins), 1), runs=origins, unfinished=unfinished
     )
     tables = {"formation": pd.DataFrame(formation)} | {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
     for name, table in tables.items():
         floats = table.select_dtypes("float64").columns.difference(["formed"])
         artefacts.write_parquet(
-            (data or artefacts.data_folder()) / "runs" / "toys" / f"{name}.parquet", table.astype(dict.fromkeys(floats, "float32")), told
+            (data or artefacts.data_folder()) / "runs" / into / f"{name}.parquet", table.astype(dict.fromkeys(floats, "float32")), told
         )
     return {name: len(table) for name, table in tables.items()}
