@@ -57,7 +57,7 @@ def test_number_separation_and_shortcut():
     assert s.shortcut(frame)["excess"]["5"] == pytest.approx((0.8 - 0.5) - (1.0 - 0.9))
 
 
-def test_the_audit_compares_its_tasks_with_recipe_fast():
+def test_the_audit_compares_its_tasks_with_recipe_fast(tmp_path):
     audit = {"recipe": "fast", "seeds": range(5)}
     fast = pd.concat([lengths(fall(1000), **audit), lengths(fall(4000), task="letter", **audit)])
     twelve = pd.concat([lengths(fall(2000), task="letter_12_debiased", **audit), lengths(fall(100), task="letter_12", **audit)])
@@ -70,7 +70,7 @@ def test_the_audit_compares_its_tasks_with_recipe_fast():
     assert s.number_64(lengths(fall(500), task="number_64", **audit), fast) == {"letter": dict.fromkeys("01234", pytest.approx(2017)),
                                                                               "number64": dict.fromkeys("01234", pytest.approx(267))}  # fmt: skip
     for name, values in (("own-debiased-letter", found), ("own-number-64", s.number_64(lengths(fall(500), task="number_64", **audit), fast))):
-        assert verdicts.record(name, values)
+        assert verdicts.record(name, values, tmp_path)
 
 
 def gaps(slopes, task, recipe="paper") -> pd.DataFrame:

@@ -111,6 +111,14 @@ def test_text_of_the_table_is_escaped():
     assert "<script>" not in text and "&lt;script&gt;" in text and "a &lt; b" in text
 
 
+def test_only_chapters_of_the_book_are_frozen(tmp_path, monkeypatch):
+    monkeypatch.setattr(scorecard, "data_folder", lambda: tmp_path / "data")
+    for name in ("theory", "left_over"):
+        (tmp_path / f"{name}.json").write_text("{}")
+    assert scorecard.freeze(tmp_path, ["theory", "tasks"]) == ["theory"]
+    assert [path.name for path in (tmp_path / "data" / "values").iterdir()] == ["theory.json"]
+
+
 def test_no_verdict_without_an_interval_or_cases():
     """Sampled parts carry an interval, or say that too few runs allow none and then reach a limit at most; everything else is a listed case."""
     for name, verdict in verdicts.judge_known(LEDGER, FROZEN).items():

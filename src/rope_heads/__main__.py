@@ -21,7 +21,8 @@ def book(arguments) -> int:
     if arguments.freeze_values:
         from rope_heads import scorecard
 
-        print(f"data/values now holds what these chapters recorded last: {', '.join(scorecard.freeze(root / '_build' / 'values')) or 'none'}")
+        frozen = scorecard.freeze(root / "_build" / "values", [notebook.stem for notebook in contents.chapters(root)])
+        print(f"data/values now holds what these chapters recorded last: {', '.join(frozen) or 'none'}")
         return 0
     try:
         notebooks = contents.chapters(root)

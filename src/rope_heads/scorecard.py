@@ -9,7 +9,7 @@ import html
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -36,9 +36,9 @@ def collected(mode: str) -> dict[str, Values]:
     return frozen_values() | (verdicts.recorded() if mode == "full" else {})
 
 
-def freeze(values_folder: Path) -> list[str]:
-    """Copies what the chapters recorded to data/values; returns the names of the chapters."""
-    paths = sorted(values_folder.glob("*.json"))
+def freeze(values_folder: Path, chapters: Collection[str]) -> list[str]:
+    """Copies what these chapters recorded to data/values; returns the names of those that recorded something. Files of others are left-overs."""
+    paths = [path for path in sorted(values_folder.glob("*.json")) if path.stem in chapters]
     (data_folder() / "values").mkdir(parents=True, exist_ok=True)
     for path in paths:
         shutil.copyfile(path, data_folder() / "values" / path.name)
