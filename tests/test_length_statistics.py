@@ -57,6 +57,16 @@ def test_number_separation_and_shortcut():
     assert s.shortcut(frame)["excess"]["5"] == pytest.approx((0.8 - 0.5) - (1.0 - 0.9))
 
 
+def test_a_task_without_runs_has_no_values_and_can_only_limit_a_claim(tmp_path):
+    frame = pd.concat([lengths(fall(1000)), lengths(fall(40_000), task="letter")])
+    assert s.curves(frame, "letter_proper").shape == (0, len(GRID))
+    values = s.letter_to_850(frame)
+    assert values["proper"] == {} and len(values["letter"]) == 8 and s.separation(frame)["proper"] == {}
+    kept = verdicts.record("P1-length-letter", values, tmp_path)
+    found = verdicts.judge_known(read_ledger(), {"P1-length-letter": kept})["P1-length-letter"]
+    assert found.verdict == "holds with a limit" and found.reason == "to 850, proper: no runs so far, the rule needs 5"
+
+
 def test_the_audit_compares_its_tasks_with_recipe_fast(tmp_path):
     audit = {"recipe": "fast", "seeds": range(5)}
     fast = pd.concat([lengths(fall(1000), **audit), lengths(fall(4000), task="letter", **audit)])

@@ -23,6 +23,8 @@ PLANES, BASE, LETTERS = 64, 10_000, 8
 def curves(lengths: pd.DataFrame, task: str, inputs: str | None = None, kind: str = "own", change: str = "none") -> pd.DataFrame:
     """Accuracy of every run of `task` (row: recipe, seed) by number of added tokens (column). inputs: whose sequences, by default its own task's."""
     rows = lengths[(lengths.task == task) & (lengths.inputs == (inputs or task)) & (lengths.kind == kind) & (lengths.change == change)]
+    if rows.empty:  # a task without runs yet: no rows, but the columns that statistics ask for
+        return pd.DataFrame(columns=pd.Index(sorted(lengths.added.unique()), name="added"), index=pd.MultiIndex.from_arrays([[], []], names=["recipe", "seed"]), dtype=float)
     return rows.groupby(["recipe", "seed", "added"]).accuracy.mean().unstack("added")
 
 
@@ -34,7 +36,7 @@ def labelled(values: pd.Series) -> dict[str, float]:
 
 def break_lengths(table: pd.DataFrame) -> pd.Series:
     """Break length of every row of `curves`: tokens at which accuracy first falls below .5, the longest input when it never does."""
-    return table.apply(lambda run: break_length(run.dropna().index, run.dropna()), axis=1)
+    return pd.Series({run: break_length(curve.dropna().index, curve.dropna()) for run, curve in table.iterrows()}, index=table.index, dtype=float)
 
 
 def to_850(table: pd.DataFrame) -> pd.Series:
