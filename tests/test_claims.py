@@ -437,3 +437,6 @@ def test_crossing_and_breaking():
     assert claims.break_length([0, 100, 200], [1.0, 0.6, 0.4]) == pytest.approx(17 + 150)
     assert claims.break_length([0, 100, 5000], [1.0, 0.9, 0.6]) == 5017
     assert claims.maximal_step(range(50, 1050, 50), [0.5] * 8 + [0.9985, 0.9995] + [1.0] * 10) == 500
+    for right in range(19_900, 20_001):  # of 20,000: exactly .001 below ten such evaluations counts, whatever rounding makes of the difference
+        ends = np.full(10, right / 20_000)
+        assert claims.maximal_step(range(12), [(right - 21) / 20_000, (right - 20) / 20_000, *ends]) == 1

@@ -100,17 +100,6 @@ def test_mechanism_takes_the_reading_that_follows_more():
     assert letter["follows_proper"] == {"0": 0.2, "1": pytest.approx(0.3)}
 
 
-def test_planes_off_by_claim():
-    tests = pd.DataFrame([("paper", task, 0, 150, planes, hops, 500, value) for task in ("number", "letter") for planes, value in
-                          [("none", 1.0), ("1-8", 0.1), ("33-64", 0.7), ("1-32", 0.0)] for hops in (1, 2)],
-                         columns=["recipe", "task", "seed", "step", "planes_off", "hops", "tests", "accuracy"])  # fmt: skip
-    values = head_statistics.planes_causal(tests)
-    assert {name: column["0"] for name, column in values.items()} == {
-        "number_without_fast": pytest.approx(0.1), "number_without_slow": pytest.approx(0.7),
-        "letter_without_fast": pytest.approx(0.1), "letter_without_slow": pytest.approx(0.7)}  # fmt: skip
-    assert set(values) == needed("own-planes-causal")
-
-
 def test_every_layer_is_scored_under_every_variant(number):
     columns = {name: 0.25 for pair in list(head_statistics.VARIANTS.values())[1:] for name in pair}
     kinds = pd.DataFrame([("paper", "number", 0, step, hops, layer, 0, swaps, 0.1 * hops + 0.2 * (step > 0), 0.5) for step in (0, 150) for hops in (1, 3)

@@ -46,6 +46,8 @@ def test_letter_statistics_by_hand():
     assert values["spread50"]["1"] == pytest.approx(200 / 75)
     assert values["spread90_proper"] == {"1": 0.0}
     assert statistics.letter_hop1_leads(accuracy) == {"lead50": {"1": pytest.approx(100)}}
+    for arrivals in ((math.inf,) * 4, (100, 100, 100, math.inf)):  # what is never learnt is not learnt at once
+        assert statistics.letter_simultaneous(table("letter", 1, arrivals))["spread90"] == {"1": math.inf}
 
 
 def test_final_accuracy_weighs_by_tests_and_takes_the_last_step():

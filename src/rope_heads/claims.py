@@ -103,7 +103,8 @@ def crossing_step(steps, curve, level: float) -> float:
 def maximal_step(steps, accuracy) -> float:
     """First evaluation with accuracy of at least the mean over the last ten evaluations minus .001."""
     accuracy = np.asarray(accuracy, float)
-    return float(np.asarray(steps, float)[np.flatnonzero(accuracy >= accuracy[-10:].mean() - 0.001)[0]])
+    least = accuracy[-10:].mean() - 0.001 - 1e-9  # a difference of exactly .001 counts, however its last digit is rounded
+    return float(np.asarray(steps, float)[np.flatnonzero(accuracy >= least)[0]])
 
 
 def break_length(added, accuracy, training_length: int = 17) -> float:

@@ -173,15 +173,5 @@ def ablated_and_forbidden(steps: pd.DataFrame, forbidden: pd.DataFrame) -> pd.Da
     return found.assign(ablated=base - found.accuracy, forbidden=base - found.without)[[*key[:3], "reading", "hops", "chain_step", "layer", "share", "ablated", "forbidden"]]
 
 
-# ---- for the chapter length_generalization ---------------------------------------------------------------------------------------------
-
-
-def planes_causal(tests: pd.DataFrame) -> Values:
-    """own-planes-causal: mean accuracy over hop counts without planes 1 to 8 (fast) and 33 to 64 (slow)."""
-    off = {"fast": "1-8", "slow": "33-64"}
-    return {f"{task}_without_{name}": by_seed(tests[tests.planes_off == band], task, lambda run: np.average(run.accuracy, weights=run.tests))
-            for task in ("number", "letter") for name, band in off.items()}  # fmt: skip
-
-
 def _pure_above_first(pure: pd.DataFrame, task: str) -> dict[str, float]:
     return by_seed(pure[pure.layer >= 1], task, lambda run: run.kind.notna().sum())

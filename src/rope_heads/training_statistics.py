@@ -35,9 +35,9 @@ def share(steps: float, of: float) -> float:
 
 
 def spread(run: pd.DataFrame, level: float) -> float:
-    """(latest - earliest)/earliest of t(level, hop) over the four hop counts."""
+    """(latest - earliest)/earliest of t(level, hop) over the four hop counts; inf when one of them never arrives."""
     times = [crossing(run, level, hops) for hops in HOPS]
-    return share(difference(max(times), min(times)), min(times))
+    return (max(times) - min(times)) / min(times) if math.isfinite(max(times)) else math.inf
 
 
 def final_accuracy(tests: pd.DataFrame) -> Values:
