@@ -177,7 +177,27 @@ def test_forbidden_looks_by_name():
     for name, pairs in {"p1 to p2": [(1, 2)], "jumps": [(0, 2), (0, 3), (1, 3)], "not the query's": [(1, 2), (1, 3), (2, 3)], "none": []}.items():
         logits = interventions.run(model, model.embed(prompts.tokens[mine]), forbidden=[(chain[:, i], chain[:, j]) for i, j in pairs])
         assert rows.accuracy[3, name] == pytest.approx(float((logits.argmax(-1) == right).float().mean())) and rows.looks[3, name] == len(pairs)
-    assert len(rows) == (1 + 3 + 6 + 10) + 4 * 3
+    controls = rows[rows.index.get_level_values("forbidden").str.startswith("control: ")]
+    assert len(rows) - len(controls) == (1 + 3 + 6 + 10) + 4 * 3 and len(controls) == (1 + 3 + 6 + 10) + 3 + 3
+    assert controls.looks[4, "control: jumps"] == rows.looks[4, "jumps"] == 6
+
+
+def test_the_control_forbids_as_many_looks_of_the_same_tokens_off_the_chain():
+    batch = NUMBER.sample(400, 4, np.random.default_rng(0))
+    chain = circuits.chains(NUMBER, batch.tokens)
+    pairs = [(0, 1), (0, 4), (3, 4), (0, 2), (0, 3)]
+    looks = final.other_looks(chain, pairs, np.random.default_rng(1))
+    for (looker, target), (at, away) in zip(pairs, looks, strict=True):
+        assert torch.equal(at, chain[:, looker]) and (away < at).all() and (away >= 0).all()
+        assert not (away[:, None] == chain).any()
+        if target == 4:  # seven other words of the target window are always there
+            assert (away < 8).all() and len(away.unique()) == 8
+        if looker == 0:  # the query sees four other tokens after the window
+            assert ((away < 8) == (chain[:, target] < 8)).all()
+    mine = torch.stack([away for (looker, _), (_, away) in zip(pairs, looks, strict=True) if looker == 0], 1)
+    assert all(len(set(row)) == 4 for row in mine.tolist())
+    again = final.other_looks(chain, pairs, np.random.default_rng(1))
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(looks, again, strict=True))
 
 
 @torch.inference_mode()

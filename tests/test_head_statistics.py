@@ -118,10 +118,11 @@ def test_ablation_stands_beside_the_forbidden_look():
     steps = pd.DataFrame([(*key, reading, hops, k, layer, 0, 0.9, accuracy, 1.0) for reading, hops, k, layer, accuracy in
                           [("forward", 2, 1, 0, 0.7), ("forward", 2, 2, 1, 0.4), ("forward", 2, 3, 2, 1.0), ("backward", 2, 2, 0, 0.95)]],
                          columns=["recipe", "task", "seed", "step", "reading", "hops", "chain_step", "layer", "head", "share", "accuracy", "accuracy_off_chain"])
-    forbidden = pd.DataFrame([(*key, 2, name, 1, accuracy) for name, accuracy in [("none", 0.9), ("p0 to p1", 0.1), ("p0 to p2", 0.8), ("p1 to p2", 0.3)]],
+    forbidden = pd.DataFrame([(*key, 2, name, 1, accuracy) for name, accuracy in [("none", 0.9), ("p0 to p1", 0.1), ("p0 to p2", 0.8), ("p1 to p2", 0.3),
+                              ("control: p0 to p1", 0.85), ("control: p0 to p2", 0.9), ("control: p1 to p2", 0.7)]],
                              columns=["recipe", "task", "seed", "step", "hops", "forbidden", "looks", "accuracy"])  # fmt: skip
     found = head_statistics.ablated_and_forbidden(steps, forbidden).set_index(["reading", "chain_step"])
     assert len(found) == 3  # forward step 3 does not exist in a chain of two hops
-    assert tuple(found.loc[("forward", 1), ["ablated", "forbidden"]]) == (pytest.approx(0.2), pytest.approx(0.8))  # p0 to p1
+    assert tuple(found.loc[("forward", 1), ["ablated", "forbidden", "control"]]) == (pytest.approx(0.2), pytest.approx(0.8), pytest.approx(0.05))  # p0 to p1
     assert tuple(found.loc[("forward", 2), ["ablated", "forbidden"]]) == (pytest.approx(0.5), pytest.approx(0.1))  # p0 to p2
     assert tuple(found.loc[("backward", 2), ["ablated", "forbidden"]]) == (pytest.approx(-0.05), pytest.approx(0.6))  # p1 to p2

@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from rope_heads import artefacts, bridge, circuits, interventions, scores
 from rope_heads.circuits import READINGS
 from rope_heads.model import Transformer
 from rope_heads.audit_tasks import ALL_TASKS
-from rope_heads.tasks import MAX_HOPS, QUERY, WINDOW, Batch, Task
+from rope_heads.tasks import LENGTH, MAX_HOPS, QUERY, WINDOW, Batch, Task
 from rope_heads.training import accuracy_by_hops, first_of_each
 from rope_heads.trajectory import PAPER_TEMPERATURE
 
@@ -34,6 +36,7 @@ TABLES = {  # file in the run's folder -> what a row is
 }
 DRAWS, KEPT_DRAWS = 100, 20  # random heads for the level of chance of a spectrum: final weights, weights kept on the way
 PROMPTS, KEPT_PROMPTS, PLANE_TESTS = 300, 100, 500  # of each hop count: final weights, weights kept on the way, planes switched off
+CONTROL_STREAM = 11  # random numbers of the looks that are forbidden as a control
 FAST, SLOW = range(1, 9), range(33, 65)  # plane ids of the claim own-planes-causal
 TOKENS = ("p0", "p1", "p2", "p3", "off chain", "off chain, pre-target")  # where a head's output is replaced
 FIRST_ROWS = (QUERY, WINDOW, WINDOW, WINDOW, 0, WINDOW)  # the lowest position that each can have: earlier tokens see nothing of the change
@@ -193,19 +196,40 @@ def interventions_on_heads(model: Transformer, task: Task, prompts: Prompts, mea
     return rows
 
 
-def looks_forbidden(model: Transformer, prompts: Prompts) -> list[dict]:
+def other_looks(chain: Int[Tensor, "prompt 5"], pairs: list[tuple[int, int]], rng: np.random.Generator) -> list[tuple[Tensor, Tensor]]:
+    """The control of forbidden looks p_looker to p_target: (at, away) with the same lookers and random tokens off the chain as targets.
+
+    Such a token stands before the looker, in the target's part of the input (target window or after it) where there is one left, and is
+    another for each look of one looker as long as there are enough.
+    """
+    places = torch.arange(LENGTH)
+    on_chain = (places[None, :, None] == chain[:, None]).any(-1)  # [prompt, position]; -1 stands for no token
+    taken, out = {}, []
+    for looker, target in pairs:
+        cost = torch.from_numpy(rng.random(on_chain.shape))
+        cost += 2 * ((places < WINDOW) != (chain[:, target, None] < WINDOW)) + 4 * taken.get(looker, torch.zeros_like(on_chain))
+        away = cost.masked_fill(on_chain | (places >= chain[:, looker, None]), torch.inf).argmin(-1)
+        taken[looker] = taken.get(looker, torch.zeros_like(on_chain)) | (places == away[:, None])
+        out.append((chain[:, looker], away))
+    return out
+
+
+def looks_forbidden(model: Transformer, prompts: Prompts, seed: int = 0) -> list[dict]:
     """Accuracy when chain token p_looker may attend to p_target in no layer: one look at a time; all that skip a chain token (name `jumps`,
-    which the backward reading can spare); all that are not the query's (`not the query's`, which the forward reading can spare)."""
-    rows = []
+    which the backward reading can spare); all that are not the query's (`not the query's`, which the forward reading can spare). And for each
+    its control (`control: ...`): as many looks by the same tokens, at tokens off the chain."""
+    rows, rng = [], np.random.default_rng([seed, CONTROL_STREAM])
     for h in range(1, MAX_HOPS + 1):
         mine = torch.from_numpy(prompts.hops == h)
         chain, right, hidden = prompts.chain[mine], prompts.answers[mine], prompts.streams[0, mine]
         pairs = [(i, j) for i in range(h) for j in range(i + 1, h + 1)]
         sets = {f"p{i} to p{j}": [(i, j)] for i, j in pairs}
         sets |= {"none": [], "jumps": [(i, j) for i, j in pairs if j > i + 1], "not the query's": [(i, j) for i, j in pairs if i > 0]}
-        for name, forbidden in sets.items():
-            answered = interventions.run(model, hidden, forbidden=[(chain[:, i], chain[:, j]) for i, j in forbidden]).argmax(-1)
-            rows.append({"hops": h, "forbidden": name, "looks": len(forbidden), "accuracy": _share(answered == right)})
+        forbidden = {name: [(chain[:, i], chain[:, j]) for i, j in looks] for name, looks in sets.items()}
+        forbidden |= {f"control: {name}": other_looks(chain, looks, rng) for name, looks in sets.items() if looks}
+        for name, looks in forbidden.items():
+            answered = interventions.run(model, hidden, forbidden=looks).argmax(-1)
+            rows.append({"hops": h, "forbidden": name, "looks": len(looks), "accuracy": _share(answered == right)})
     return rows
 
 
@@ -237,7 +261,7 @@ def measure_looks(model: Transformer, first: Prompts, reference: Prompts) -> dic
 def measure_interventions(model: Transformer, task: Task, seed: int, reference: Prompts, further: Prompts) -> dict[str, list[dict]]:
     """What the final weights alone are put through: interventions on heads, forbidden looks, and the ledger's lost, kept and ideal."""
     means, rng = mean_outputs(model, reference), np.random.default_rng([seed, len(TOKENS)])
-    out = {"ablation": interventions_on_heads(model, task, further, means, rng), "forbidden": looks_forbidden(model, further), "steps": [], "mechanism": []}
+    out = {"ablation": interventions_on_heads(model, task, further, means, rng), "forbidden": looks_forbidden(model, further, seed), "steps": [], "mechanism": []}
     grid = accuracy_grid(pd.DataFrame(out["ablation"]))
     for reading in READINGS:
         steps = circuits.performing(reference.hits, reference.hops, reading)

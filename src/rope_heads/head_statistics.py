@@ -161,16 +161,20 @@ def ablated_and_forbidden(steps: pd.DataFrame, forbidden: pd.DataFrame) -> pd.Da
     """What each chain step costs when the head that performs it is ablated, beside what the same look costs when no layer may make it.
 
     Ablation alone can mislead either way: a look that several layers make costs little although the model needs it, and a head's output may
-    carry more than the look. Columns recipe, task, seed, reading, hops, chain_step, layer, share, ablated, forbidden: the last two are lost accuracy.
+    carry more than the look. Columns recipe, task, seed, reading, hops, chain_step, layer, share, ablated, forbidden, control: the last three are
+    lost accuracy, `control` that without a look of the same token off the chain.
     """
     found = at_the_end(steps).query("chain_step <= hops").copy()
     looks = [READINGS[reading][0][k - 1] for reading, k in zip(found.reading, found.chain_step, strict=True)]
     whole, key = at_the_end(forbidden), [*RUN, "hops"]
     untouched = whole[whole.forbidden == "none"].set_index(key).accuracy
     found["name"] = [f"p{looker} to p{target}" for looker, target in looks]
-    found = found.merge(whole.rename(columns={"forbidden": "name", "accuracy": "without"})[[*key, "name", "without"]], on=[*key, "name"])
+    without = whole.set_index([*key, "forbidden"]).accuracy
     base = untouched.reindex(pd.MultiIndex.from_frame(found[key])).to_numpy()
-    return found.assign(ablated=base - found.accuracy, forbidden=base - found.without)[[*key[:3], "reading", "hops", "chain_step", "layer", "share", "ablated", "forbidden"]]
+    lost = {column: base - without.reindex(pd.MultiIndex.from_frame(found[key].assign(forbidden=prefix + found.name))).to_numpy()
+            for column, prefix in (("forbidden", ""), ("control", "control: "))}  # fmt: skip
+    found = found.assign(ablated=base - found.accuracy, **lost)
+    return found[[*key[:3], "reading", "hops", "chain_step", "layer", "share", "ablated", "forbidden", "control"]]
 
 
 def _pure_above_first(pure: pd.DataFrame, task: str) -> dict[str, float]:
