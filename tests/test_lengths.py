@@ -246,6 +246,8 @@ def test_collect_joins_the_tables_of_lengths(run, few, tmp_path):
     table, origin = artefacts.read_parquet(tmp_path / "data" / "runs" / "lengths" / "lengths.parquet")
     assert table.columns[:4].tolist() == ["recipe", "task", "seed", "step"] and origin["command"].endswith("--recipe tiny --only lengths gaps")
     assert sorted(path.name for path in (tmp_path / "data" / "runs" / "lengths").iterdir()) == ["gaps.parquet", "lengths.parquet"]
+    (second / "lengths.parquet").unlink()  # the tables of training do not wait for those on long inputs, nor take them along
+    assert "lengths" not in runs.collect(tmp_path / "runs", ["tiny"], "all", tmp_path / "data")
 
 
 def test_a_length_beyond_memory_is_named_before_anything_is_allocated(run, tmp_path):

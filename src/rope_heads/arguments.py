@@ -133,7 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--into", metavar="NAME", help="name of the folder under data/runs (default: the first recipe)")
     command.add_argument("--tasks", nargs="+", choices=TASKS, help="only runs of these tasks (default: all that are there)")
     command.add_argument("--seeds", nargs="+", type=whole, metavar="SEED", help="only runs of these seeds (default: all that are there)")
-    command.add_argument("--only", nargs="+", metavar="TABLE", help="only these tables: accuracy, heads, tests, lengths, gaps, ... (default: all that are there)")
+    command.add_argument("--only", nargs="+", metavar="TABLE", help="only these tables: accuracy, heads, tests, lengths, gaps, ... (default: all that are there but lengths and gaps)")
     command.add_argument("--weights", nargs="*", default=[], metavar="RUN",
                          help="also keep the final weights of these runs of the first recipe (number-0), in fp16 where that changes no accuracy")
     command.add_argument("--partial", action="store_true", help="take unfinished runs as far as they got")

@@ -15,6 +15,7 @@ from rope_heads.training import accuracy_by_hops
 # file of a run folder -> table of data/runs/<name>; the files of `rope-heads measure` keep their names
 TABLES = {"log": "accuracy", "measures": "heads", "audit": "audit"} | {name: name for name in (*final.TABLES, "lengths", "gaps")}
 FILES = {table: file for file, table in TABLES.items()}
+LONG = ("lengths", "gaps")  # have a folder of data/runs of their own, whichever runs are measured so far
 
 
 def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None, partial: bool = False,
@@ -24,8 +25,9 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
     Columns recipe, task and seed come first. The provenance lists every run: command, versions, seconds, last step. A run
     that is not finished is an error, unless `partial` takes it as far as it got (calibration needs no more; a verdict does).
     tasks, seeds: only these (default: all that are there); where both are given, each run that they name must be there.
-    only: these tables alone (default: all that were measured).
+    only: these tables alone (default: all that were measured, but for those on long inputs).
     """
+    wanted = only or [table for table in TABLES.values() if table not in LONG]
     for name in (into, *recipes):
         if name in ("", ".", "..") or "/" in name or "\\" in name:
             raise ValueError(f"names of recipes and tables must be single folder names, got {name!r}")
@@ -48,7 +50,7 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
         identity = artefacts.read_json(folder / "run.json")[0]
         origins.append(artefacts.read_parquet(folder / "log.parquet")[1])
         for file, table in TABLES.items():
-            if (not only or table in only) and (folder / f"{file}.parquet").exists():
+            if table in wanted and (folder / f"{file}.parquet").exists():
                 frame = artefacts.read_parquet(folder / f"{file}.parquet")[0]
                 for place, (name, value) in enumerate((("recipe", identity["recipe"]["name"]), ("task", identity["task"]), ("seed", identity["seed"]))):
                     frame.insert(place, name, value)
@@ -56,7 +58,7 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
     for table, parts in frames.items():
         if len(parts) < len(folders) and not partial:
             lacking = [str(folder.relative_to(runs)) for folder in folders if not (folder / f"{FILES[table]}.parquet").exists()]
-            raise ValueError(f"table {table} is there for some runs and missing for {', '.join(lacking)}: measure them (rope-heads {'lengths' if table in ('lengths', 'gaps') else 'measure'} --run)")
+            raise ValueError(f"table {table} is there for some runs and missing for {', '.join(lacking)}: measure them (rope-heads {'lengths' if table in LONG else 'measure'} --run)")
     command = f"rope-heads collect --into {into} --recipe " + " ".join(recipes) + " --partial" * partial
     command += "".join(f" --{name} {' '.join(map(str, chosen))}" for name, chosen in (("tasks", tasks), ("seeds", seeds), ("only", only)) if chosen)
     told = artefacts.provenance(command, round(sum(made["seconds"] for made in origins), 1), runs=origins)
