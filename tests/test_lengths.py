@@ -69,6 +69,32 @@ def plainly(model, tokens, factor=lambda n: 1.0, stretch=1.0) -> torch.Tensor:
     return logits.float()
 
 
+def test_two_crowds_one_for_the_keys_and_one_for_the_values():
+    model = built()
+    prefix, core = inputs(model, longest=20)
+    other = inputs(model, longest=20)[0]
+    where = torch.arange(37.0)
+
+    def attended(a, q, k, v):
+        z = [torch.view_as_complex(t.double().unflatten(-1, (-1, 2)).contiguous()) for t in (q, k)]
+        ahead = where[20:, None] - where if q.shape[1] == 17 else where[:20, None] - where[:20]  # [query, key]
+        logits = torch.einsum("bihp,bjhp,ijp->bhij", z[0], z[1].conj(), torch.exp(1j * ahead[..., None] * a.angles)).real * a.scale
+        return a.out(torch.einsum("bhij,bjhd->bihd", logits.masked_fill(ahead < 0, -torch.inf).softmax(-1).float(), v).flatten(-2))
+
+    with torch.inference_mode():
+        found = read(model, prefix, core, [0, 20], values=other)
+        x, o, y = (model.embedding(tokens) for tokens in (prefix, other, core))
+        for block in model.blocks:
+            a = block.attention
+            (qx, kx, vx), (qo, ko, vo), (qy, ky, vy) = (a.qkv(block.norm(t)).unflatten(-1, (3, a.heads, a.d_head)).unbind(2) for t in (x, o, y))
+            mixed = attended(a, qx, kx, vx), attended(a, qo, ko, vo), attended(a, qy, torch.cat((kx, ky), 1), torch.cat((vo, vy), 1))
+            x, o, y = (t + out + block.mlp(block.norm(t)) for t, out in zip((x, o, y), mixed))
+        torch.testing.assert_close(found[:, 1], model.unembedding(model.norm(y[:, -1])), atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(found[:, 0], read(model, prefix, core, [0])[:, 0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(read(model, prefix, core, [20], values=prefix), read(model, prefix, core, [20]), atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(found[:, 1], read(model, prefix, core, [20])[:, 0], atol=1e-2)
+
+
 def test_sharper_multiplies_the_logits_of_every_query_by_what_it_sees():
     model = built()
     prefix, core = inputs(model, longest=70)
@@ -292,6 +318,8 @@ def test_bad_values_are_named(run, tmp_path):
     model = built()
     with pytest.raises(ValueError, match="added must be between 0 and the prefix's 130 tokens, got 0 to 131"):
         read(model, *inputs(model), [0, 131])
+    with pytest.raises(ValueError, match=r"values must be tokens of the prefix's shape \(3, 130\), got \(3, 17\)"):
+        read(model, *inputs(model), [0], values=inputs(model)[1])
     with pytest.raises(ValueError, match="got 'alibi'"):
         read(built(positions="alibi"), *inputs(model), [0])
 

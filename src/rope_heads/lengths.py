@@ -38,11 +38,13 @@ FAST, SLOW = range(1, 9), range(33, 65)  # plane ids that the interventions swit
 # ---- one pass for all lengths -------------------------------------------------------------------------------------------------------
 
 def read(model: Transformer, prefix: Int[Tensor, "prompt position"], core: Int[Tensor, "prompt 17"], added: Sequence[int],
-         observe: Observe | None = None, sharper: bool = False) -> Float[Tensor, "prompt length id"]:  # fmt: skip
+         observe: Observe | None = None, sharper: bool = False,
+         values: Int[Tensor, "prompt position"] | None = None) -> Float[Tensor, "prompt length id"]:  # fmt: skip
     """Logits after the query when the first k tokens of `prefix` stand before `core`, for each k of `added`.
 
     Equal to `model` on each input alone, up to rounding. Nothing of size position x position is kept; in the last layer only the query's row
-    is computed. `sharper`: a query that sees n tokens has its logits multiplied by max(1, log n / log 17).
+    is computed. `sharper`: a query that sees n tokens has its logits multiplied by max(1, log n / log 17). `values`: another crowd of the same
+    size, each layer in its own pass; the task's tokens look at the keys of `prefix` and get the values of `values`.
     """
     c = model.config
     if c.positions not in ("rope", "none"):
@@ -50,9 +52,11 @@ def read(model: Transformer, prefix: Int[Tensor, "prompt position"], core: Int[T
     longest = prefix.shape[1]
     if not 0 <= min(added) <= max(added) <= longest:
         raise ValueError(f"added must be between 0 and the prefix's {longest} tokens, got {min(added)} to {max(added)}")
-    count = core.shape[1]
+    if values is not None and values.shape != prefix.shape:
+        raise ValueError(f"values must be tokens of the prefix's shape {tuple(prefix.shape)}, got {tuple(values.shape)}")
+    count, crowds = core.shape[1], prefix if values is None else torch.cat((prefix, values))
     at = torch.tensor(added)[:, None] + torch.arange(count)  # [length, row], positions of the task's tokens
-    x, y = model.embed(prefix), model.embed(core)[:, None].expand(-1, len(added), -1, -1)  # [prompt, length, row, width]
+    x, y = model.embed(crowds), model.embed(core)[:, None].expand(-1, len(added), -1, -1)  # [prompt, length, row, width]
     for layer, block in enumerate(model.blocks):
         last = layer == c.layers - 1
         attention, rows = block.attention, 1 if last else count
@@ -63,13 +67,14 @@ def read(model: Transformer, prefix: Int[Tensor, "prompt position"], core: Int[T
             q = q * sharpening(at[:, -rows:] + 1)[..., None, None]
         h = block.norm(x)
         pq, pk, pv = attention.project(h, 1 if last else longest) if longest else (k[:, 0, :0],) * 3
+        seen, given = pk[: len(core)], pv[-len(core) :]  # [prompt, position, head, d_head], of the same crowd unless there are two
         mixed = []
         for i, a in enumerate(added):
-            logits = attention.scale * torch.cat((_dot(q[:, i], pk[:, :a]), _within(q[:, i], k[:, i])), -1)  # [prompt, head, row, key]
+            logits = attention.scale * torch.cat((_dot(q[:, i], seen[:, :a]), _within(q[:, i], k[:, i])), -1)  # [prompt, head, row, key]
             if observe:
-                observe(layer, i, logits, q[:, i], pk[:, :a], k[:, i])
+                observe(layer, i, logits, q[:, i], seen[:, :a], k[:, i])
             weight = logits.softmax(-1)
-            mixed.append(_gather(weight[..., :a], pv[:, :a]) + _gather(weight[..., a:], v[:, i]))
+            mixed.append(_gather(weight[..., :a], given[:, :a]) + _gather(weight[..., a:], v[:, i]))
         y = y[:, :, -rows:] + attention.out(torch.stack(mixed, 1).flatten(-2)) + _mlp(block, hidden[:, :, -rows:])
         if not last and longest:
             if sharper:
