@@ -158,6 +158,7 @@ def test_the_grid_is_the_papers_and_the_short_one_is_part_of_it():
     assert sequences(NUMBER, 0, 0).prefix.shape == (20, 5_000)
     assert [s.inputs for s in settings(LETTER, "readings")] == ["letter_proper"] and settings(NUMBER, "readings") == []
     assert {s.change for s in settings(NUMBER, "changes")} == set(CHANGES) - {"none"}
+    assert [(s.kind, s.change, s.added) for s in settings(LETTER, "sharper")] == [("own", "sharper", GRID), ("repeat", "sharper", EIGHT)]
 
 
 @pytest.mark.parametrize("change", ["none", "interpolated", "no fast planes"])
@@ -247,7 +248,7 @@ def test_interrupted_it_goes_on_to_the_same_tables(run, few, tmp_path, monkeypat
 
 def test_more_settings_join_the_table_and_other_weights_empty_it(run, few, tmp_path):
     folder = copied(run, tmp_path)
-    lengths.measure_run(folder, ["main", "changes", "kinds"], report=lambda line: None)
+    lengths.measure_run(folder, ["main", "changes", "kinds", "sharper"], report=lambda line: None)
     table = artefacts.read_parquet(folder / "lengths.parquet")[0]
     assert set(table.change) == set(CHANGES) and set(table.kind) == {"own", "uniform", "repeat"} and not table.duplicated(["inputs", "kind", "change", "added", "hops"]).any()
     other = Transformer(Config(vocab_size=NUMBER.vocabulary_size, layers=2, width=16, mlp=16)).eval()

@@ -245,6 +245,7 @@ WHAT = {  # what `rope-heads lengths --what` offers
     "readings": "Letter models on the other reading of the Letter data, to 1,000",
     "kinds": "eight lengths with added tokens uniform over the vocabulary, and with one token repeated",
     "changes": "eight lengths with each change at test time; two lengths with weights in half precision",
+    "sharper": "the whole grid with sharper logits, and eight lengths with them and one token repeated",
 }
 
 
@@ -258,6 +259,7 @@ def settings(task: Task, what: str) -> list[Setting]:
         "readings": [Setting(name, "own", "none", tuple(k for k in GRID if k <= NEAR)) for name in other],
         "kinds": [Setting(task.name, kind, "none", EIGHT) for kind in ("uniform", "repeat")],
         "changes": [Setting(task.name, "own", change, EIGHT) for change in changes] + [Setting(task.name, "own", "half", (0, NEAR))],
+        "sharper": [Setting(task.name, "own", "sharper", GRID), Setting(task.name, "repeat", "sharper", EIGHT)],
     }[what]
 
 
