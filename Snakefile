@@ -210,7 +210,7 @@ rule lengths_of_an_audit_task:
     wildcard_constraints: task=AUDIT_TASKS
     threads: 1
     resources: mem_mb=3000, runtime=240
-    shell: "{ROPE_HEADS} lengths --run {RUNS}/fast/{wildcards.task}-{wildcards.seed} --what main"
+    shell: "{ROPE_HEADS} lengths --run {RUNS}/fast/{wildcards.task}-{wildcards.seed} --what main readings"
 
 for NAME, (RECIPES_OF, SEEDS, KEPT) in AUDIT.items():
 

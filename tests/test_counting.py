@@ -56,8 +56,17 @@ def test_use_is_the_largest_surplus_on_the_way():
                           for step, counted in ((0, 0.1), (50, 0.5), (100, 0.2), (150, 0.9)) for h, n in ((1, 10), (2, 30))])  # fmt: skip
     audit.loc[(audit.task == "letter_12") & (audit.hops == 2) & (audit.step == 50), "counted"] = 0.3
     values = use_of_counting(audit, accuracy)
-    assert values["use"]["0"] == pytest.approx((0.4 * 10 + 0.2 * 30) / 40), "what comes after all hop counts are learnt does not count"
-    assert values["use_debiased"]["0"] == pytest.approx(0.4)
+    assert values["use"]["0"] == pytest.approx((0.45 * 10 + 0.25 * 30) / 40), "what comes after the task is learnt does not count"
+    assert values["use_debiased"]["0"] == pytest.approx(0.45)
+    never = use_of_counting(audit, accuracy.assign(accuracy=0.5))
+    assert never["use"]["0"] == pytest.approx(0.85), "a run that never learns the task is judged on all evaluations"
+
+
+def test_who_picks_any_token_of_the_window_has_no_surplus():
+    guess = Rule(lambda tokens: tokens[np.arange(len(tokens)), np.random.default_rng(0).integers(0, 8, len(tokens))])
+    table = pd.DataFrame(Conflicting(0, tests_per_hop=4, count=20_000)(guess, 0)).assign(recipe="r", seed=0)
+    both = pd.concat([table.assign(task=task) for task in ("letter_12", "letter_12_debiased")])
+    assert abs(use_of_counting(both, both[both.inputs == "letter_12"].assign(accuracy=0.1))["use"]["0"]) < 0.01
 
 
 def test_the_command_line_trains_every_task(tmp_path, capsys):

@@ -13,6 +13,7 @@ from models import built, ids
 from scipy import stats
 
 from rope_heads import artefacts, lengths
+from rope_heads.audit_tasks import ALL_TASKS
 from rope_heads.lengths import CHANGES, EIGHT, GRID, Setting, changed, read, right_answers, sequences, settings, wilson
 from rope_heads.model import Config, Transformer
 from rope_heads.tasks import LETTER, LETTER_PROPER, NUMBER, TASKS
@@ -157,6 +158,7 @@ def test_the_grid_is_the_papers_and_the_short_one_is_part_of_it():
     assert list(GRID) == published_length("number").added.tolist() and set(EIGHT) <= set(GRID) and len(EIGHT) == 8
     assert sequences(NUMBER, 0, 0).prefix.shape == (20, 5_000)
     assert [s.inputs for s in settings(LETTER, "readings")] == ["letter_proper"] and settings(NUMBER, "readings") == []
+    assert [s.inputs for s in settings(ALL_TASKS["letter_12"], "readings")] == ["letter_12_debiased"]
     assert {s.change for s in settings(NUMBER, "changes")} == set(CHANGES) - {"none"}
     assert [(s.kind, s.change, s.added) for s in settings(LETTER, "sharper")] == [("own", "sharper", GRID), ("repeat", "sharper", EIGHT)]
 
@@ -255,6 +257,17 @@ def test_more_settings_join_the_table_and_other_weights_empty_it(run, few, tmp_p
     other.save(folder / "model.safetensors")
     assert lengths.measure_run(folder, ["short"], report=lambda line: None) == 12
     assert lengths.measure_run(folder, [], added=[60, 2, 0], report=lambda line: None) == 20
+
+
+@pytest.mark.parametrize("task", sorted(set(ALL_TASKS) - set(TASKS)))
+def test_audit_tasks_are_measured_too(task, few, tmp_path, monkeypatch):
+    monkeypatch.setattr(type(ALL_TASKS[task]), "split", lambda self, name, seed: self.sample(400, None, np.random.default_rng([seed, len(name)])))
+    folder = tmp_path / f"{task}-0"
+    Run(task, Recipe(name="tiny", steps=2, batch=8, warmup=0), 0, folder, config={"layers": 2, "width": 16, "mlp": 16}, report=lambda line: None).train()
+    lengths.measure_run(folder, ["main", "readings"], report=lambda line: None)
+    table = artefacts.read_parquet(folder / "lengths.parquet")[0]
+    other = {"letter_12": "letter_12_debiased", "letter_12_debiased": "letter_12"}
+    assert set(table.inputs) == {task, other.get(task, task)}
 
 
 def test_collect_joins_the_tables_of_lengths(run, few, tmp_path):

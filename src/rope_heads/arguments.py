@@ -119,8 +119,8 @@ def build_parser() -> argparse.ArgumentParser:
         "core about 4 minutes for main, 1 for short and readings, 2 for kinds, 5 for changes, 4 for sharper.")
     command.add_argument("--run", metavar="DIR", required=True, help="folder of one finished run, RUNS/RECIPE/TASK-SEED")
     command.add_argument("--what", nargs="*", choices=("main", "short", "readings", "kinds", "changes", "sharper"),
-                         help="main (default): the grid of Figure 5B; short: eight lengths to 1,000; readings: Letter models on the other reading of the "
-                         "data; kinds: other added tokens; changes: planes off, positions interpolated, logits sharper, weights in half precision; sharper: sharper "
+                         help="main (default): the grid of Figure 5B; short: eight lengths to 1,000; readings: Letter models on the other Letter data "
+                         "with as many letters; kinds: other added tokens; changes: planes off, positions interpolated, logits sharper, weights in half precision; sharper: sharper "
                          "logits on the whole grid, and among copies of one token")
     command.add_argument("--added", nargs="*", metavar="N", type=whole, default=[], help="also these numbers of added tokens, or these alone without --what")
     command.add_argument("--threads", type=count, default=1)

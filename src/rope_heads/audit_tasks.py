@@ -86,11 +86,15 @@ class DebiasedLetterTask(LetterTask):
         return np.broadcast_to(tokens, (len(hops), prefix))
 
 
+CONTROL_PLACES = 2  # tokens of the target window that hold the control word; the counted word stands in one
+
+
 class Conflicts(NamedTuple):
     """Inputs on which hopping and counting disagree. tokens [prompt, position]; answers, counted, control: token ids [prompt]; hops [prompt].
 
     answers: where the hops lead. counted: the one word of the target window that the counting rule points at (its letter is a first letter once
-    and a second letter once in the sequence). control: another wrong word of the same window, whose letter obeys no counting rule.
+    and a second letter once in the sequence). control: another wrong word of the same window, in CONTROL_PLACES of its tokens; its letter is a
+    second letter once, as the counted one's is, but a first letter twice.
     """
 
     tokens: np.ndarray
@@ -124,7 +128,7 @@ def _conflict(task: LetterTask, hops: int, answer: int, rng: np.random.Generator
     digit = rng.integers(digits, size=task.letters)
     digit[letter] = (answer - 1) % digits
     fill = pool[:2]  # two letters fill the window, twice each at least
-    window = rng.permutation([letter, letter, counted, control, control, fill[0], fill[0], fill[-1]])
+    window = rng.permutation([letter, letter, counted, *[control] * CONTROL_PLACES, fill[0], fill[0], fill[-1]])
     places = np.sort(rng.choice(np.arange(WINDOW, QUERY), hops - 1, replace=False))[::-1]  # of the chain, from the query leftwards
     free = rng.permutation([p for p in range(WINDOW, QUERY) if p not in places])
     left, right = np.empty(LENGTH, dtype=int), np.empty(LENGTH, dtype=int)

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from rope_heads.audit_tasks import LETTER_12, LETTER_12_DEBIASED, conflicts
+from rope_heads.audit_tasks import CONTROL_PLACES, LETTER_12, LETTER_12_DEBIASED, conflicts
 from rope_heads.head_statistics import Values, by_seed
 from rope_heads.model import Transformer
 from rope_heads.training import accuracy_by_hops, first_of_each
@@ -50,17 +50,18 @@ class Conflicting:
 
 
 def use_of_counting(audit: pd.DataFrame, accuracy: pd.DataFrame) -> Values:
-    """own-shortcut-used: largest surplus of the counted word over the control word until all hop counts pass .9 (the evaluation after it included)."""
+    """own-shortcut-used: largest surplus of the counted token over a token of the control, over evaluations until the accuracy passes .9.
+
+    The control word stands in CONTROL_PLACES tokens of the target window and the counted word in one; so its share is divided by that, and
+    whoever picks any token of the window has no surplus. Accuracy is the mean over hop counts; if it never passes, all evaluations count.
+    """
     values: Values = {}
     for name, task in (("use", "letter_12"), ("use_debiased", "letter_12_debiased")):
         arrives = by_seed(accuracy, task, lambda run: crossing(run, 0.9))
 
         def surplus(run: pd.DataFrame, arrives=arrives) -> float:
-            conflict = run[run.inputs == "conflict"]
-            steps = np.sort(conflict.step.unique())
-            last = steps[min(np.searchsorted(steps, arrives[str(run.seed.iloc[0])]), len(steps) - 1)]
-            early = conflict[conflict.step <= last]
-            weighted = early.assign(surplus=(early.counted - early.control) * early.tests).groupby("step")[["surplus", "tests"]].sum()
+            early = run[(run.inputs == "conflict") & (run.step <= arrives[str(run.seed.iloc[0])])]
+            weighted = early.assign(surplus=(early.counted - early.control / CONTROL_PLACES) * early.tests).groupby("step")[["surplus", "tests"]].sum()
             return float((weighted.surplus / weighted.tests).max())
 
         values[name] = by_seed(audit, task, surplus)

@@ -7,7 +7,7 @@ p_j (`circuits`). For every layer, head and pair (i, j) the log-odds of the targ
                                                          dilution = logsumexp of the others - the largest of them.
 
 The gap is what theory calls discrepancy, on these inputs instead of the worst one. The dilution is what many small rivals add: between 0 and
-log(n - 2), as when all n - 1 others are equal. The first decides whether the target is the largest; both decide how much attention it gets.
+log(n - 1), as when all n - 1 others are equal. The first decides whether the target is the largest; both decide how much attention it gets.
 """
 
 from collections.abc import Callable, Mapping, Sequence

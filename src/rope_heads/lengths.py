@@ -24,10 +24,11 @@ from scipy import stats
 from torch import Tensor
 
 from rope_heads import artefacts, interventions
+from rope_heads.audit_tasks import ALL_TASKS
 from rope_heads.length_gap import GapTally, Observe
 from rope_heads.model import Config, Transformer
 from rope_heads.rope import rotate
-from rope_heads.tasks import LENGTH, MAX_HOPS, TASKS, Batch, LetterTask, Task
+from rope_heads.tasks import LENGTH, MAX_HOPS, Batch, LetterTask, Task
 
 GRID = (*range(0, 100, 10), *range(100, 1_000, 100), *range(1_000, 5_001, 500))  # added tokens, the points of Figure 5B
 EIGHT = (0, 40, 100, 200, 300, 500, 800, 1_000)
@@ -242,7 +243,7 @@ class Setting(NamedTuple):
 WHAT = {  # what `rope-heads lengths --what` offers
     "main": "the whole grid on the run's own task, with the gaps of its heads",
     "short": "eight lengths to 1,000 on the run's own task",
-    "readings": "Letter models on the other reading of the Letter data, to 1,000",
+    "readings": "Letter models on the other Letter data with as many letters, to 1,000",
     "kinds": "eight lengths with added tokens uniform over the vocabulary, and with one token repeated",
     "changes": "eight lengths with each change at test time; two lengths with weights in half precision",
     "sharper": "the whole grid with sharper logits, and eight lengths with them and one token repeated",
@@ -251,7 +252,7 @@ WHAT = {  # what `rope-heads lengths --what` offers
 
 def settings(task: Task, what: str) -> list[Setting]:
     """The curves that a word of `WHAT` stands for."""
-    other = [name for name, t in TASKS.items() if isinstance(task, LetterTask) and isinstance(t, LetterTask) and name != task.name]
+    other = [name for name, t in ALL_TASKS.items() if isinstance(task, LetterTask) and isinstance(t, LetterTask) and t is not task and t.letters == task.letters]
     changes = [change for change in CHANGES if change not in ("none", "half")]
     return {
         "main": [Setting(task.name, "own", "none", GRID)],
@@ -266,7 +267,7 @@ def settings(task: Task, what: str) -> list[Setting]:
 def measure_setting(model: Transformer, seed: int, setting: Setting, tally: GapTally | None = None, progress: Path | None = None, key: str = "",
                     report: Callable[[str], None] = print) -> Int[np.ndarray, "length hops"]:  # fmt: skip
     """Right answers by number of added tokens and hop count. After every block the counts so far go to `progress`; `key` says whose they are."""
-    task, near = TASKS[setting.inputs], [i for i, k in enumerate(setting.added) if k <= NEAR]
+    task, near = ALL_TASKS[setting.inputs], [i for i, k in enumerate(setting.added) if k <= NEAR]
     check_memory(model.config, max(setting.added))
     right, first, started, before = np.zeros((len(setting.added), MAX_HOPS), int), 0, time.perf_counter(), 0.0
     if progress and progress.exists():
@@ -313,7 +314,7 @@ def measure_run(folder: str | os.PathLike, what: Sequence[str] = ("main",), adde
     if not (folder / "model.safetensors").exists():
         raise ValueError(f"{folder} holds no finished run (no model.safetensors): train it first, or go on with the same command")
     identity, made = artefacts.read_json(folder / "run.json")
-    task, seed, end = TASKS[identity["task"]], identity["seed"], made["step"]
+    task, seed, end = ALL_TASKS[identity["task"]], identity["seed"], made["step"]
     model, weights = Transformer.load(folder / "model.safetensors"), artefacts.sha256(folder / "model.safetensors")
     wanted = [(name, setting) for name in what for setting in settings(task, name)]
     wanted += [("added", Setting(task.name, "own", "none", tuple(sorted(set(added)))))] * bool(added)
