@@ -120,6 +120,21 @@ def test_the_one_angle_length_is_where_the_constructed_head_loses_its_gap(plane)
     assert math.floor(s.one_angle_length(theta) + 0.5) + 1 == next(n for n in range(2, 401) if gap[n] < 0)
 
 
+def test_dilution_and_crowds_read_their_own_curves():
+    base = {"task": "letter", "recipe": "fast", "seeds": range(5)}
+    cut = {(task, kind, change): 0.1 * i for i, (task, kind, change) in enumerate((
+        ("letter", "own", "none"), ("letter", "own", "sharper"), ("letter", "repeat", "sharper"), ("number", "own", "sharper"), ("letter", "own/repeat", "none"),
+        ("letter", "repeat/own", "none")))}  # fmt: skip
+    frame = pd.concat([lengths(lambda k, seed, lost=lost: 1 - lost - k / 50_000, **base | {"task": task}, kind=kind, change=change)
+                       for (task, kind, change), lost in cut.items()])  # fmt: skip
+    values = s.dilution(frame)
+    assert set(values) == verdicts._needed(read_ledger().claims["own-letter-dilution"])
+    assert [values[name]["3"] for name in ("letter", "copies", "number")] == pytest.approx([0.8, 0.78, 0.69])
+    values = s.copies_by_value(frame)
+    assert set(values) == verdicts._needed(read_ledger().claims["own-copies-by-value"])
+    assert values["by_values"]["0"] == pytest.approx(0.4) and values["by_keys"]["4"] == pytest.approx(0.5)
+
+
 def test_planes_take_three_seeds_at_the_end():
     rows = [{"recipe": "paper", "task": task, "seed": seed, "step": step, "planes_off": band, "hops": h, "accuracy": 0.1 * h + (step == 20) * 0.2 + (band == "1-8") * 0.3}
             for task in ("number", "letter") for seed in range(8) for step in (10, 20) for band in ("none", "1-8", "33-64") for h in (1, 2, 3, 4)]  # fmt: skip

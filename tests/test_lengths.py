@@ -16,7 +16,7 @@ from rope_heads import artefacts, lengths
 from rope_heads.audit_tasks import ALL_TASKS
 from rope_heads.lengths import CHANGES, EIGHT, GRID, Setting, changed, read, right_answers, sequences, settings, wilson
 from rope_heads.model import Config, Transformer
-from rope_heads.tasks import LETTER, LETTER_PROPER, NUMBER, TASKS
+from rope_heads.tasks import LETTER, LETTER_PROPER, NUMBER, TASKS, Batch
 from rope_heads.recipes import Recipe
 from rope_heads.training import Run
 
@@ -161,6 +161,18 @@ def test_the_grid_is_the_papers_and_the_short_one_is_part_of_it():
     assert [s.inputs for s in settings(ALL_TASKS["letter_12"], "readings")] == ["letter_12_debiased"]
     assert {s.change for s in settings(NUMBER, "changes")} == set(CHANGES) - {"none"}
     assert [(s.kind, s.change, s.added) for s in settings(LETTER, "sharper")] == [("own", "sharper", GRID), ("repeat", "sharper", EIGHT)]
+
+
+def test_a_crowd_of_two_kinds_has_the_keys_of_one_and_the_values_of_the_other():
+    own, copies, mixed = (sequences(LETTER, 1, 2, kind) for kind in ("own", "repeat", "own/repeat"))
+    assert own.values is None and np.array_equal(mixed.core.tokens, own.core.tokens)
+    assert np.array_equal(mixed.prefix, own.prefix) and np.array_equal(mixed.values, copies.prefix)
+    model = built(vocab_size=LETTER.vocabulary_size, heads=1, width=128)
+    said = read(model, *(torch.from_numpy(t) for t in (mixed.prefix[:, :30], mixed.core.tokens)), [30], values=torch.from_numpy(mixed.values[:, :30]))
+    wanted = said[:, 0].argmax(-1).detach().numpy() == mixed.core.answers
+    assert np.array_equal(right_answers(model, mixed._replace(core=Batch(mixed.core.tokens, said[:, 0].argmax(-1).numpy(), mixed.core.hops)), [30]), np.ones((1, 20), bool))
+    assert np.array_equal(right_answers(model, mixed, [30])[0], wanted)
+    assert {s.kind for s in settings(LETTER, "crowds")} == {"own/repeat", "repeat/own"}
 
 
 @pytest.mark.parametrize("change", ["none", "interpolated", "no fast planes"])

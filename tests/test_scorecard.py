@@ -21,11 +21,16 @@ TABLE = {"mechanistic_metrics": "runs/paper/mechanism.parquet", "training_dynami
 TABLE_OF_CLAIM = {"own-shortcut-used": "runs/letter_12/audit.parquet", "own-debiased-letter": "runs/letter_12/lengths.parquet",
                   "own-number-64": "runs/number_64/lengths.parquet", "own-length-learnt": "runs/interventions/lengths.parquet"}  # fmt: skip
 
+FAST_CHANGED = {"own-letter-dilution": ("change", "sharper"), "own-copies-by-value": ("kind", "own/repeat")}  # rows of recipe fast that decide
+
 
 def lacks_data(name: str, chapter: str) -> bool:
     path = data_folder() / TABLE_OF_CLAIM.get(name, TABLE[chapter])
     if name == "P1-theory-explains-length" and path.exists():  # ranks within both recipes
         return set(artefacts.read_parquet(path)[0].recipe) < {"paper", "fast"}
+    if name in FAST_CHANGED and path.exists():
+        table = artefacts.read_parquet(path)[0]
+        return not ((table.recipe == "fast") & (table[FAST_CHANGED[name][0]] == FAST_CHANGED[name][1])).any()
     return not path.exists()
 
 

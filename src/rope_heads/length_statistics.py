@@ -86,6 +86,19 @@ def planes_causal(tests: pd.DataFrame, seeds=range(3)) -> Values:
             for task in ("number", "letter") for name, band in (("fast", "1-8"), ("slow", "33-64"))}  # fmt: skip
 
 
+def dilution(lengths: pd.DataFrame) -> Values:
+    """own-letter-dilution. lengths: of one recipe, with sharper logits."""
+    sharper = {name: curves(lengths, task, kind=kind, change="sharper")
+               for name, task, kind in (("letter", "letter", "own"), ("copies", "letter", "repeat"), ("number", "number", "own"))}  # fmt: skip
+    return {name: labelled(table[{"letter": 5_000, "copies": 1_000, "number": 500}[name]]) for name, table in sharper.items()}
+
+
+def copies_by_value(lengths: pd.DataFrame) -> Values:
+    """own-copies-by-value. lengths: of one recipe, with crowds whose keys and values come from different tokens."""
+    own = curves(lengths, "letter")[200]
+    return {name: labelled(own - curves(lengths, "letter", kind=kind)[200]) for name, kind in (("by_values", "own/repeat"), ("by_keys", "repeat/own"))}
+
+
 # ---- does the gap explain the break? --------------------------------------------------------------------------------------------------
 
 

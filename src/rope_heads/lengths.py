@@ -185,17 +185,22 @@ def changed(model: Transformer, change: str, added: int = 0) -> Transformer:
 
 
 class Sequences(NamedTuple):
-    """One block: the task's 17 tokens with answers and hop counts, and the tokens to put before them."""
+    """One block: the task's 17 tokens with answers and hop counts, the tokens to put before them, and those that give the values if others do."""
 
     core: Batch
     prefix: Int[np.ndarray, "prompt position"]
+    values: Int[np.ndarray, "prompt position"] | None = None
 
 
 def sequences(task: Task, seed: int, block: int, kind: str = "own", longest: int = 0) -> Sequences:
     """Block 0 to 19: five sequences of each hop count with 5,000 (block 0 to 4) or 1,000 tokens to be added, more if `longest` is more.
 
-    The 17 tokens are the same for every kind of added tokens, and a shorter grid sees the same sequences as the whole one.
+    The 17 tokens are the same for every kind of added tokens, and a shorter grid sees the same sequences as the whole one. Kind "own/repeat": the
+    keys of own added tokens and the values of repeated ones (`read`).
     """
+    kind, _, values = kind.partition("/")
+    if values:
+        return sequences(task, seed, block, kind, longest)._replace(values=sequences(task, seed, block, values, longest).prefix)
     hops = np.repeat(np.arange(1, MAX_HOPS + 1), BLOCK)
     longest = max(longest, GRID[-1] if block < FAR_BLOCKS else NEAR)
     batch = task.sample(len(hops), hops, np.random.default_rng([seed, task.key, STREAM, block]), prefix=longest, prefix_kind=kind)
@@ -213,8 +218,9 @@ def right_answers(model: Transformer, drawn: Sequences, added: Sequence[int], ch
         for start in range(0, len(drawn.core.answers), step):
             rows = slice(start, start + step)
             prefix, core, answers = (torch.from_numpy(a[rows]) for a in (drawn.prefix[:, : max(some)], drawn.core.tokens, drawn.core.answers))
+            values = None if drawn.values is None else torch.from_numpy(drawn.values[rows, : max(some)])
             with torch.inference_mode():
-                logits = read(now, prefix, core, some, observer(rows) if observer else None, sharper=change == "sharper")
+                logits = read(now, prefix, core, some, observer(rows) if observer else None, change == "sharper", values)
             right[places, rows] = (logits.argmax(-1) == answers[:, None]).T.numpy()
     return right
 
@@ -246,6 +252,7 @@ WHAT = {  # what `rope-heads lengths --what` offers
     "readings": "Letter models on the other Letter data with as many letters, to 1,000",
     "kinds": "eight lengths with added tokens uniform over the vocabulary, and with one token repeated",
     "changes": "eight lengths with each change at test time; two lengths with weights in half precision",
+    "crowds": "to 200 added tokens: the keys of varied ones with the values of one token repeated, and the other way round",
     "sharper": "the whole grid with sharper logits, and eight lengths with them and one token repeated",
 }
 
@@ -260,6 +267,7 @@ def settings(task: Task, what: str) -> list[Setting]:
         "readings": [Setting(name, "own", "none", tuple(k for k in GRID if k <= NEAR)) for name in other],
         "kinds": [Setting(task.name, kind, "none", EIGHT) for kind in ("uniform", "repeat")],
         "changes": [Setting(task.name, "own", change, EIGHT) for change in changes] + [Setting(task.name, "own", "half", (0, NEAR))],
+        "crowds": [Setting(task.name, kind, "none", (40, 100, 200)) for kind in ("own/repeat", "repeat/own")],
         "sharper": [Setting(task.name, "own", "sharper", GRID), Setting(task.name, "repeat", "sharper", EIGHT)],
     }[what]
 
