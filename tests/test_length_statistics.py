@@ -124,7 +124,7 @@ def test_dilution_and_crowds_read_their_own_curves():
     base = {"task": "letter", "recipe": "fast", "seeds": range(5)}
     cut = {(task, kind, change): 0.1 * i for i, (task, kind, change) in enumerate((
         ("letter", "own", "none"), ("letter", "own", "sharper"), ("letter", "repeat", "sharper"), ("number", "own", "sharper"), ("letter", "own/repeat", "none"),
-        ("letter", "repeat/own", "none")))}  # fmt: skip
+        ("letter", "repeat/own", "none"), ("number", "own", "windowed")))}  # fmt: skip
     frame = pd.concat([lengths(lambda k, seed, lost=lost: 1 - lost - k / 50_000, **base | {"task": task}, kind=kind, change=change)
                        for (task, kind, change), lost in cut.items()])  # fmt: skip
     values = s.dilution(frame)
@@ -132,6 +132,7 @@ def test_dilution_and_crowds_read_their_own_curves():
     assert [values[name]["3"] for name in ("letter", "copies", "number")] == pytest.approx([0.8, 0.78, 0.69])
     values = s.copies_by_value(frame)
     assert set(values) == verdicts._needed(read_ledger().claims["own-copies-by-value"])
+    assert s.number_window(frame)["windowed"]["2"] == pytest.approx(0.38) and verdicts._needed(read_ledger().claims["own-number-window"]) == {"windowed"}
     assert values["by_values"]["0"] == pytest.approx(0.4) and values["by_keys"]["4"] == pytest.approx(0.5)
 
 

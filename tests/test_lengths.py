@@ -108,6 +108,25 @@ def test_sharper_multiplies_the_logits_of_every_query_by_what_it_sees():
         assert not torch.allclose(together[:, 2], read(model, prefix, core, [70])[:, 0], atol=1e-2)
 
 
+@pytest.mark.parametrize("window, longest", [(17, 70), (5, 70), (17, 300)])
+def test_a_window_is_what_each_token_sees(window, longest):
+    """Against every token computed from its own window alone, layer by layer; a window over all changes nothing."""
+    model = built()
+    prefix, core = inputs(model, longest=longest)
+    tokens = torch.cat((prefix, core), 1)
+    with torch.inference_mode():
+        x = model.embed(tokens)
+        for block in model.blocks:
+            h, rows = block.norm(x), []
+            for t in range(tokens.shape[1]):
+                seen = h[:, max(0, t - window + 1) : t + 1]
+                rows.append(block.attention(seen, 1))  # only distances matter to rotary positions
+            x = x + torch.cat(rows, 1) + block.mlp(h)
+        found = read(model, prefix, core, [0, longest], window=window)
+        torch.testing.assert_close(found[:, 1], model.unembedding(model.norm(x[:, -1])), atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(read(model, prefix, core, [0, longest], window=1_000), read(model, prefix, core, [0, longest]), atol=1e-4, rtol=1e-4)
+
+
 def test_interpolated_positions_stay_within_the_training_range():
     model = built()
     prefix, core = inputs(model, longest=70)

@@ -21,7 +21,8 @@ TABLE = {"mechanistic_metrics": "runs/paper/mechanism.parquet", "training_dynami
 TABLE_OF_CLAIM = {"own-shortcut-used": "runs/letter_12/audit.parquet", "own-debiased-letter": "runs/letter_12/lengths.parquet",
                   "own-number-64": "runs/number_64/lengths.parquet", "own-length-learnt": "runs/interventions/lengths.parquet"}  # fmt: skip
 
-FAST_CHANGED = {"own-letter-dilution": ("change", "sharper"), "own-copies-by-value": ("kind", "own/repeat")}  # rows of recipe fast that decide
+FAST_CHANGED = {"own-letter-dilution": ("change", "sharper"), "own-copies-by-value": ("kind", "own/repeat"),
+                "own-number-window": ("change", "windowed")}  # rows of recipe fast that decide; fmt: skip
 
 
 def lacks_data(name: str, chapter: str) -> bool:

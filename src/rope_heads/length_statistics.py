@@ -93,6 +93,11 @@ def dilution(lengths: pd.DataFrame) -> Values:
     return {name: labelled(table[{"letter": 5_000, "copies": 1_000, "number": 500}[name]]) for name, table in sharper.items()}
 
 
+def number_window(lengths: pd.DataFrame) -> Values:
+    """own-number-window. lengths: of one recipe, with a short view."""
+    return {"windowed": labelled(curves(lengths, "number", change="windowed")[1_000])}
+
+
 def copies_by_value(lengths: pd.DataFrame) -> Values:
     """own-copies-by-value. lengths: of one recipe, with crowds whose keys and values come from different tokens."""
     own = curves(lengths, "letter")[200]

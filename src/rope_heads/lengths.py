@@ -39,13 +39,14 @@ FAST, SLOW = range(1, 9), range(33, 65)  # plane ids that the interventions swit
 # ---- one pass for all lengths -------------------------------------------------------------------------------------------------------
 
 def read(model: Transformer, prefix: Int[Tensor, "prompt position"], core: Int[Tensor, "prompt 17"], added: Sequence[int],
-         observe: Observe | None = None, sharper: bool = False,
-         values: Int[Tensor, "prompt position"] | None = None) -> Float[Tensor, "prompt length id"]:  # fmt: skip
+         observe: Observe | None = None, sharper: bool = False, values: Int[Tensor, "prompt position"] | None = None,
+         window: int | None = None) -> Float[Tensor, "prompt length id"]:  # fmt: skip
     """Logits after the query when the first k tokens of `prefix` stand before `core`, for each k of `added`.
 
     Equal to `model` on each input alone, up to rounding. Nothing of size position x position is kept; in the last layer only the query's row
     is computed. `sharper`: a query that sees n tokens has its logits multiplied by max(1, log n / log 17). `values`: another crowd of the same
-    size, each layer in its own pass; the task's tokens look at the keys of `prefix` and get the values of `values`.
+    size, each layer in its own pass; the task's tokens look at the keys of `prefix` and get the values of `values`. `window`: every
+    token sees itself and the `window` - 1 tokens before it.
     """
     c = model.config
     if c.positions not in ("rope", "none"):
@@ -72,6 +73,9 @@ def read(model: Transformer, prefix: Int[Tensor, "prompt position"], core: Int[T
         mixed = []
         for i, a in enumerate(added):
             logits = attention.scale * torch.cat((_dot(q[:, i], seen[:, :a]), _within(q[:, i], k[:, i])), -1)  # [prompt, head, row, key]
+            if window:
+                keys = torch.arange(a + count)
+                logits = logits.masked_fill(at[i, -rows:, None] - keys >= window, -torch.inf)
             if observe:
                 observe(layer, i, logits, q[:, i], seen[:, :a], k[:, i])
             weight = logits.softmax(-1)
@@ -80,7 +84,8 @@ def read(model: Transformer, prefix: Int[Tensor, "prompt position"], core: Int[T
         if not last and longest:
             if sharper:
                 pq = pq * sharpening(torch.arange(1, longest + 1))[:, None, None]
-            x = x + attention.out(attention.mix(pq, pk, pv).flatten(-2)) + _mlp(block, h)
+            attended = _mix_nearby(attention, pq, pk, pv, window) if window else attention.mix(pq, pk, pv)
+            x = x + attention.out(attended.flatten(-2)) + _mlp(block, h)
     return model.unembedding(model.norm(y[:, :, -1]))
 
 
@@ -108,6 +113,17 @@ def _within(q: Float[Tensor, "prompt row head d"], k: Float[Tensor, "prompt key 
 
 def _gather(weight: Float[Tensor, "prompt head row key"], v: Float[Tensor, "prompt key head d"]) -> Float[Tensor, "prompt row head d"]:
     return (weight @ v.transpose(1, 2)).transpose(1, 2)
+
+
+def _mix_nearby(attention, q: Tensor, k: Tensor, v: Tensor, window: int, step: int = 256) -> Float[Tensor, "prompt position head d_head"]:
+    """`Attention.mix` when each query sees the last `window` tokens, some queries at a time."""
+    out = []
+    for start in range(0, q.shape[1], step):
+        first, end = max(0, start - window + 1), min(start + step, q.shape[1])
+        behind = torch.arange(start, end)[:, None] - torch.arange(first, end)
+        logits = attention.scale * _dot(q[:, start:end], k[:, first:end]).masked_fill((behind < 0) | (behind >= window), -torch.inf)
+        out.append(_gather(logits.softmax(-1), v[:, first:end]))
+    return torch.cat(out, 1)
 
 
 def _mlp(block, hidden: Tensor) -> Tensor | int:
@@ -161,17 +177,18 @@ CHANGES = {  # what is done to a trained model at test time
     "no slow planes": "q.k of planes 33 to 64 is 0 in every layer",
     "interpolated": "positions are multiplied by 16 / (n - 1) for an input of n tokens, so that none is beyond the training range",
     "sharper": "logits of a query that sees n tokens are multiplied by max(1, log n / log 17)",
+    "windowed": "no token sees more than the 16 before it and itself, in every layer",
     "half": "weights are rounded to half precision, as they are kept in data/",
 }
 
 
 def changed(model: Transformer, change: str, added: int = 0) -> Transformer:
-    """The model after a change; only "interpolated" depends on the number of added tokens. "sharper" is left to `read`."""
+    """The model after a change; only "interpolated" depends on the number of added tokens. "sharper" and "windowed" are left to `read`."""
     if change not in CHANGES:
         raise ValueError(f"change must be one of {', '.join(CHANGES)}, got {change!r}")
     if change.endswith("planes"):
         return interventions.without_planes(model, FAST if change == "no fast planes" else SLOW)
-    if change in ("none", "sharper"):
+    if change in ("none", "sharper", "windowed"):
         return model
     model = copy.deepcopy(model)
     if change == "half":
@@ -220,7 +237,8 @@ def right_answers(model: Transformer, drawn: Sequences, added: Sequence[int], ch
             prefix, core, answers = (torch.from_numpy(a[rows]) for a in (drawn.prefix[:, : max(some)], drawn.core.tokens, drawn.core.answers))
             values = None if drawn.values is None else torch.from_numpy(drawn.values[rows, : max(some)])
             with torch.inference_mode():
-                logits = read(now, prefix, core, some, observer(rows) if observer else None, change == "sharper", values)
+                logits = read(now, prefix, core, some, observer(rows) if observer else None, sharper=change == "sharper", values=values,
+                              window=LENGTH if change == "windowed" else None)  # fmt: skip
             right[places, rows] = (logits.argmax(-1) == answers[:, None]).T.numpy()
     return right
 
@@ -253,6 +271,7 @@ WHAT = {  # what `rope-heads lengths --what` offers
     "kinds": "eight lengths with added tokens uniform over the vocabulary, and with one token repeated",
     "changes": "eight lengths with each change at test time; two lengths with weights in half precision",
     "crowds": "to 200 added tokens: the keys of varied ones with the values of one token repeated, and the other way round",
+    "windowed": "eight lengths when no token looks further back than 16",
     "sharper": "the whole grid with sharper logits, and eight lengths with them and one token repeated",
 }
 
@@ -268,6 +287,7 @@ def settings(task: Task, what: str) -> list[Setting]:
         "kinds": [Setting(task.name, kind, "none", EIGHT) for kind in ("uniform", "repeat")],
         "changes": [Setting(task.name, "own", change, EIGHT) for change in changes] + [Setting(task.name, "own", "half", (0, NEAR))],
         "crowds": [Setting(task.name, kind, "none", (40, 100, 200)) for kind in ("own/repeat", "repeat/own")],
+        "windowed": [Setting(task.name, "own", "windowed", EIGHT)],
         "sharper": [Setting(task.name, "own", "sharper", GRID), Setting(task.name, "repeat", "sharper", EIGHT)],
     }[what]
 
