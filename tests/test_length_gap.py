@@ -10,7 +10,7 @@ from models import built
 
 from rope_heads import circuits, length_gap
 from rope_heads.length_gap import PAIRS, VALUES, GapTally, gap_curve, gap_length, look_gaps, performed, weakest
-from rope_heads.lengths import read
+from rope_heads.long_pass import read
 from rope_heads.tasks import LETTER, NUMBER, Batch
 
 ADDED = (0, 3, 80)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rope_heads.lengths import GRID, read
+from rope_heads.lengths import GRID
+from rope_heads.long_pass import read
 from rope_heads.model import Config, Transformer
 from rope_heads.scores import positional_symbolic, swap_logits
 from rope_heads.spectra import qk_spectrum

@@ -61,7 +61,7 @@ def plane_shares(query: Float[Tensor, "prompt pair head d_head"], difference: Fl
 class GapTally:
     """Sums over prompts of `VALUES` and of what each plane adds to the gap, by length, layer, head, hop count and pair.
 
-    observer(...) gives the functions that `lengths.read` calls; state and restore carry the sums over an interruption.
+    observer(...) gives the functions that `long_pass.read` calls; state and restore carry the sums over an interruption.
     """
 
     def __init__(self, model: Transformer, added: Sequence[int]):
