@@ -26,7 +26,7 @@ FOLDERS = {
     "fast": {"recipe": "fast", "set": "", "tasks": "number,letter", "seeds": "0-4", "keep": "0,250,500,750,1000,1500", "weights": ""},
 }
 # Long inputs: what `rope-heads lengths` measures of each run, seeds 0 to 2 also under changes at test time; and the interventions in training.
-LENGTHS = {"paper": "main readings kinds sharper", "fast": "main crowds sharper windowed"}
+LENGTHS = {"paper": "main readings kinds crowds sharper", "fast": "main crowds sharper windowed"}
 INTERVENTIONS = {"nope_from=4": "number,letter", "planes=fastest": "number,letter", "planes=slowest": "number,letter",
                  "long_share=0.05": "number,letter", "index_layers=4": "number"}
 RUNS = config.get("runs", "runs")  # where the runs themselves are kept; not part of the repository
