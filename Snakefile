@@ -146,7 +146,7 @@ rule train_intervention:
 rule lengths_of_a_run:
     input: RUNS + "/{recipe}/{task}-{seed}/model.safetensors"
     output: touch(RUNS + "/{recipe}/{task}-{seed}/lengths.done")
-    params: lambda wildcards: "short" if "," in wildcards.recipe else LENGTHS[wildcards.recipe] + " changes" * (int(wildcards.seed) < 3)
+    params: lambda wildcards: "short" if "," in wildcards.recipe else LENGTHS[wildcards.recipe] + " changes controls" * (int(wildcards.seed) < 3)
     threads: 1
     resources: mem_mb=3000, runtime=240
     shell: "{ROPE_HEADS} lengths --run {RUNS}/{wildcards.recipe}/{wildcards.task}-{wildcards.seed} --what {params[0]}"

@@ -1,5 +1,6 @@
 """Long inputs: changes at test time against logits written out; counting, resuming, refusals."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from rope_heads.audit_tasks import ALL_TASKS
 from rope_heads.lengths import CHANGES, EIGHT, GRID, Setting, changed, right_answers, sequences, settings, wilson
 from rope_heads.long_pass import read
 from rope_heads.model import Config, Transformer
-from rope_heads.tasks import LETTER, LETTER_PROPER, NUMBER, TASKS, Batch
+from rope_heads.tasks import LENGTH, LETTER, LETTER_PROPER, NUMBER, TASKS, Batch
 from rope_heads.recipes import Recipe
 from rope_heads.training import Run
 
@@ -34,7 +35,7 @@ def test_interpolated_positions_stay_within_the_training_range():
 
 def test_planes_switched_off_add_nothing_to_any_logit():
     model = built(heads=1, width=128, layers=2)
-    for change, off in (("no fast planes", range(8)), ("no slow planes", range(32, 64))):
+    for change, off in (("no fast planes", range(8)), ("no slow planes", range(32, 64)), ("no first planes", range(32)), ("no odd planes", range(0, 64, 2))):
         now = changed(model, change)
         x = torch.randn(2, 9, 128)
         for block, other in zip(now.blocks, model.blocks):
@@ -43,6 +44,15 @@ def test_planes_switched_off_add_nothing_to_any_logit():
             wanted = torch.einsum("bqpc,bkpc->bqk", q[:, :, keep], k[:, :, keep]) / 128**0.5
             causal = torch.ones(9, 9).tril().bool()
             torch.testing.assert_close(block.attention.logits(x)[:, 0][:, causal], wanted[:, causal], atol=1e-4, rtol=1e-4)
+
+
+def test_tripled_logits_are_three_times_those_of_the_model_which_stays_as_it_was():
+    model, x = built(), torch.randn(2, 9, 24)
+    for block, other in zip(changed(model, "tripled").blocks, model.blocks):
+        seen = torch.ones(9, 9).tril().bool()
+        before = other.attention.logits(x)[..., seen]
+        torch.testing.assert_close(block.attention.logits(x)[..., seen], 3 * before, atol=1e-5, rtol=1e-5)
+    assert math.isclose(math.log(LENGTH + GRID[-1]) / math.log(LENGTH), 3, abs_tol=0.01)
 
 
 def test_half_is_what_half_precision_keeps():
@@ -71,7 +81,7 @@ def test_the_grid_is_the_papers_and_the_short_one_is_part_of_it():
     assert sequences(NUMBER, 0, 0).prefix.shape == (20, 5_000)
     assert [s.inputs for s in settings(LETTER, "readings")] == ["letter_proper"] and settings(NUMBER, "readings") == []
     assert [s.inputs for s in settings(ALL_TASKS["letter_12"], "readings")] == ["letter_12_debiased"]
-    assert {s.change for s in settings(NUMBER, "changes")} == set(CHANGES) - {"none"}
+    assert {s.change for what in ("changes", "controls") for s in settings(NUMBER, what)} == set(CHANGES) - {"none"}
     assert [(s.kind, s.change, s.added) for s in settings(LETTER, "sharper")] == [("own", "sharper", GRID), ("repeat", "sharper", EIGHT)]
 
 
@@ -120,7 +130,8 @@ def run(tmp_path_factory):
 @pytest.fixture
 def few(monkeypatch):
     """A grid of a few short lengths, and blocks of 4 sequences, so that a run takes a second."""
-    for name, value in {"GRID": (0, 4, 30, 60), "EIGHT": (0, 4, 30), "BLOCK": 1, "BLOCKS": 4, "FAR_BLOCKS": 2, "NEAR": 30, "FAST": range(1, 3), "SLOW": range(5, 9)}.items():
+    for name, value in {"GRID": (0, 4, 30, 60), "EIGHT": (0, 4, 30), "BLOCK": 1, "BLOCKS": 4, "FAR_BLOCKS": 2, "NEAR": 30,
+                        "PLANES_OFF": {name: range(1 + i, 9, 2) for i, name in enumerate(lengths.PLANES_OFF)}}.items():
         monkeypatch.setattr(lengths, name, value)
 
 
@@ -174,7 +185,7 @@ def test_interrupted_it_goes_on_to_the_same_tables(run, few, tmp_path, monkeypat
 
 def test_more_settings_join_the_table_and_other_weights_empty_it(run, few, tmp_path):
     folder = copied(run, tmp_path)
-    lengths.measure_run(folder, ["main", "changes", "kinds", "sharper"], report=lambda line: None)
+    lengths.measure_run(folder, ["main", "changes", "controls", "kinds", "sharper"], report=lambda line: None)
     table = artefacts.read_parquet(folder / "lengths.parquet")[0]
     assert set(table.change) == set(CHANGES) and set(table.kind) == {"own", "uniform", "repeat"} and not table.duplicated(["inputs", "kind", "change", "added", "hops"]).any()
     other = Transformer(Config(vocab_size=NUMBER.vocabulary_size, layers=2, width=16, mlp=16)).eval()

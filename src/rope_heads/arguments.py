@@ -116,12 +116,14 @@ def build_parser() -> argparse.ArgumentParser:
         description="Measures the final weights of a run with tokens put before the target window and writes lengths.parquet (accuracy by number "
         "of added tokens and hop count, with Wilson intervals) into its folder, with `main` also gaps.parquet (how far the logit of the key that "
         "each head should attend to stands above the next). Goes on where it stopped; what is measured is not measured again. On one idle "
-        "core about 4 minutes for main, 1 for short, readings and crowds, 2 for kinds, 6 for changes, 1 for windowed, 4 for sharper.")
+        "core about 4 minutes for main, 1 for short, readings and crowds, 2 for kinds, 6 for changes, 5 for controls, 1 for windowed, 4 for sharper.")
     command.add_argument("--run", metavar="DIR", required=True, help="folder of one finished run, RUNS/RECIPE/TASK-SEED")
-    command.add_argument("--what", nargs="*", choices=("main", "short", "readings", "kinds", "crowds", "changes", "windowed", "sharper"),
+    command.add_argument("--what", nargs="*", choices=("main", "short", "readings", "kinds", "crowds", "changes", "controls", "windowed", "sharper"),
                          help="main (default): the grid of Figure 5B; short: eight lengths to 1,000; readings: Letter models on the other Letter data "
-                         "with as many letters; kinds: other added tokens; crowds: keys of some added tokens with values of others; changes: planes off, positions interpolated, logits sharper, a short view, weights in half precision; windowed: the short view alone; sharper: sharper "
-                         "logits on the whole grid, and among copies of one token")
+                         "with as many letters; kinds: other added tokens; crowds: keys of some added tokens with values of others; changes: planes "
+                         "off, positions interpolated, logits sharper, a short view, weights in half precision; controls: as many other planes off, "
+                         "logits three times as large; windowed: the short view alone; sharper: sharper logits on the whole grid, and among copies of "
+                         "one token")
     command.add_argument("--added", nargs="*", metavar="N", type=whole, default=[], help="also these numbers of added tokens, or these alone without --what")
     command.add_argument("--threads", type=count, default=1)
 

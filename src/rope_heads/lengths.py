@@ -31,7 +31,7 @@ GRID = (*range(0, 100, 10), *range(100, 1_000, 100), *range(1_000, 5_001, 500)) 
 EIGHT = (0, 40, 100, 200, 300, 500, 800, 1_000)
 BLOCK, BLOCKS, FAR_BLOCKS, NEAR = 5, 20, 5, 1_000  # 20 blocks of 5 sequences a hop count up to 1,000 added tokens, 5 blocks beyond
 STREAM = 5_017  # keeps these sequences apart from those of training
-FAST, SLOW = range(1, 9), range(33, 65)  # plane ids that the interventions switch off
+PLANES_OFF = {"no fast planes": range(1, 9), "no slow planes": range(33, 65), "no first planes": range(1, 33), "no odd planes": range(1, 65, 2)}  # ids
 
 # ---- memory -------------------------------------------------------------------------------------------------------------------------
 
@@ -75,6 +75,9 @@ CHANGES = {  # what is done to a trained model at test time
     "none": "nothing",
     "no fast planes": "q.k of planes 1 to 8 is 0 in every layer",
     "no slow planes": "q.k of planes 33 to 64 is 0 in every layer",
+    "no first planes": "q.k of planes 1 to 32 is 0 in every layer: as many as the slow ones",
+    "no odd planes": "q.k of every second plane is 0 in every layer: as many, fast and slow",
+    "tripled": "all logits are multiplied by 3 at every length; log n / log 17 comes to 3 at the end of the grid",
     "interpolated": "positions are multiplied by 16 / (n - 1) for an input of n tokens, so that none is beyond the training range",
     "sharper": "logits of a query that sees n tokens are multiplied by max(1, log n / log 17)",
     "windowed": "no token sees more than the 16 before it and itself, in every layer",
@@ -86,8 +89,8 @@ def changed(model: Transformer, change: str, added: int = 0) -> Transformer:
     """The model after a change; only "interpolated" depends on the number of added tokens. "sharper" and "windowed" are left to `read`."""
     if change not in CHANGES:
         raise ValueError(f"change must be one of {', '.join(CHANGES)}, got {change!r}")
-    if change.endswith("planes"):
-        return interventions.without_planes(model, FAST if change == "no fast planes" else SLOW)
+    if change in PLANES_OFF:
+        return interventions.without_planes(model, PLANES_OFF[change])
     if change in ("none", "sharper", "windowed"):
         return model
     model = copy.deepcopy(model)
@@ -95,7 +98,9 @@ def changed(model: Transformer, change: str, added: int = 0) -> Transformer:
         model.load_state_dict({name: t.half().float() for name, t in model.state_dict().items()})
         return model
     for block in model.blocks:
-        if block.attention.positions == "rope":
+        if change == "tripled":
+            block.attention.scale = 3 * block.attention.scale
+        elif block.attention.positions == "rope":
             block.attention.angles = block.attention.angles * min(1.0, (LENGTH - 1) / (added + LENGTH - 1))
             block.attention._tables = None
     return model
@@ -170,6 +175,7 @@ WHAT = {  # what `rope-heads lengths --what` offers
     "readings": "Letter models on the other Letter data with as many letters, to 1,000",
     "kinds": "eight lengths with added tokens uniform over the vocabulary, and with one token repeated",
     "changes": "eight lengths with each change at test time; two lengths with weights in half precision",
+    "controls": "for the changes: eight lengths with other planes off, the whole grid with all logits tripled",
     "crowds": "to 200 added tokens: the keys of varied ones with the values of one token repeated, and the other way round",
     "windowed": "eight lengths when no token looks further back than 16",
     "sharper": "the whole grid with sharper logits, and eight lengths with them and one token repeated",
@@ -179,13 +185,15 @@ WHAT = {  # what `rope-heads lengths --what` offers
 def settings(task: Task, what: str) -> list[Setting]:
     """The curves that a word of `WHAT` stands for."""
     other = [name for name, t in ALL_TASKS.items() if isinstance(task, LetterTask) and isinstance(t, LetterTask) and t is not task and t.letters == task.letters]
-    changes = [change for change in CHANGES if change not in ("none", "half")]
+    controls = ("no first planes", "no odd planes", "tripled")
+    changes = [change for change in CHANGES if change not in ("none", "half", *controls)]
     return {
         "main": [Setting(task.name, "own", "none", GRID)],
         "short": [Setting(task.name, "own", "none", EIGHT)],
         "readings": [Setting(name, "own", "none", tuple(k for k in GRID if k <= NEAR)) for name in other],
         "kinds": [Setting(task.name, kind, "none", EIGHT) for kind in ("uniform", "repeat")],
         "changes": [Setting(task.name, "own", change, EIGHT) for change in changes] + [Setting(task.name, "own", "half", (0, NEAR))],
+        "controls": [Setting(task.name, "own", change, GRID if change == "tripled" else EIGHT) for change in controls],
         "crowds": [Setting(task.name, kind, "none", (40, 100, 200)) for kind in ("own/repeat", "repeat/own")],
         "windowed": [Setting(task.name, "own", "windowed", EIGHT)],
         "sharper": [Setting(task.name, "own", "sharper", GRID), Setting(task.name, "repeat", "sharper", EIGHT)],
