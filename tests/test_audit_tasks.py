@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rope_heads import solvers
 from rope_heads.audit_tasks import ALL_TASKS, LETTER_12, LETTER_12_DEBIASED, NUMBER_64, DebiasedLetterTask, conflicts
-from rope_heads.tasks import PREFIX_KINDS, TASKS, WINDOW, LetterTask
+from rope_heads.tasks import PREFIX_KINDS, QUERY, TASKS, WINDOW, LetterTask
 
 
 def counts_of_window(task, tokens):
@@ -63,6 +63,23 @@ def test_counting_is_useless_in_the_debiased_task_and_useful_in_its_twin(prefix)
         accuracy[task.name] = learnt_from_counts(task, train, test)
     assert accuracy["letter_12"] > 0.65, accuracy
     assert abs(accuracy["letter_12_debiased"] - 1 / 8) < 0.02 + 2.6 * np.sqrt(0.14 * 0.86 / 4_000), accuracy
+
+
+def test_the_debiased_task_gives_its_chain_away_to_whoever_looks_for_named_words():
+    """The known limit: before the query only words of the chain are named, and the named one that names a word of the window names the answer."""
+    rng = np.random.default_rng(0)
+    for hops in (2, 3, 4):
+        for task in (LETTER_12, LETTER_12_DEBIASED):
+            batch = task.sample(500, np.full(500, hops), rng)
+            first, second = solvers.letters_of(task, batch.tokens)
+            window, before = slice(0, WINDOW), slice(WINDOW, QUERY)
+            named = (first[:, before, None] == second[:, None, WINDOW:]).any(-1)
+            last = named & (second[:, before, None] == first[:, None, window]).any(-1)
+            letter = np.take_along_axis(second[:, before], last.argmax(1)[:, None], axis=1)
+            said = batch.tokens[np.arange(500), (first[:, window] == letter).argmax(1)]
+            right = ((last.sum(1) == 1) & (said == batch.answers)).mean()
+            assert (right == 1) == (task is LETTER_12_DEBIASED) and right > 0.05, (task.name, hops, right)
+        assert (named.sum(1) == hops - 1).all()
 
 
 def test_second_letters_name_as_many_words_of_the_window_as_there_is_room_for():
