@@ -16,13 +16,16 @@ from rope_heads.tasks import LENGTH, MAX_HOPS, PRE_TARGET, QUERY, TASKS, WINDOW,
 
 @dataclass(frozen=True)
 class DebiasedLetterTask(LetterTask):
-    """A Letter task whose answers cannot be found by counting.
+    """A Letter task whose answers cannot be found by counting the letters of the target window.
 
     The eight words of the target window start with eight different letters, and no other word starts with one of them: as a first letter the
     answer's is like the others. The second letters off the chain name the other letters of the window, each once as far as they go: all seven
     with one or two hops (with one hop a further one names any of the eight), six with three, five with four. So who counts second letters still
     has to choose between 8, 8, 7 and 6 words: right in .140 of all cases, where a blind guess is right in .125. Words off the chain and
     added words start with the remaining letters, which lead nowhere. 12 letters are just enough: 8 + 3 on the chain + 1.
+
+    It has a cue of its own: before the query only words of the chain are named by another word, so who looks for named words finds a chain of two
+    hops and more without the query.
     """
 
     letters: int = 12
