@@ -65,6 +65,14 @@ def test_counting_is_useless_in_the_debiased_task_and_useful_in_its_twin(prefix)
     assert abs(accuracy["letter_12_debiased"] - 1 / 8) < 0.02 + 2.6 * np.sqrt(0.14 * 0.86 / 4_000), accuracy
 
 
+def test_counting_alone_answers_three_quarters_of_the_twelve_letter_task_whatever_the_hop_count():
+    rng = np.random.default_rng(0)
+    for hops in (1, 2, 3, 4):
+        batch = LETTER_12.sample(1_500, np.full(1_500, hops), rng)
+        right = (solvers.guess_by_counting(LETTER_12, batch.tokens, rng, second_once=True) == batch.answers).mean()
+        assert abs(right - 0.75) < 0.06, (hops, right)
+
+
 def test_the_debiased_task_gives_its_chain_away_to_whoever_looks_for_named_words():
     """The known limit: before the query only words of the chain are named, and the named one that names a word of the window names the answer."""
     rng = np.random.default_rng(0)
