@@ -1,5 +1,7 @@
 """What `rope-heads measure` writes, against loops over prompts and against the interventions one at a time."""
 
+import shutil
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -281,6 +283,35 @@ def test_collect_takes_chosen_runs_and_misses_absent_ones(finished, tmp_path):
     assert origin["command"] == "rope-heads collect --into some --recipe tiny --tasks number --seeds 0"
     with pytest.raises(ValueError, match="lacks tiny/letter-0, tiny/letter-9, tiny/number-9: train them first"):
         runs.collect(root, ["tiny"], "some", tmp_path, tasks=["letter", "number"], seeds=[0, 9])
+
+
+def test_new_runs_join_a_table_whose_runs_are_gone(finished, tmp_path, capsys, monkeypatch):
+    """Tables outlive the folders of their runs: what another machine measured stays, a run measured again replaces its rows."""
+    final.measure_run(finished, report=lambda line: None)
+    root, path = tmp_path / "runs", tmp_path / "data" / "runs" / "some" / "tests.parquet"
+    first, second = (shutil.copytree(finished, root / f"here-{seed}" / "tiny" / f"number-{seed}") for seed in (0, 1))
+    for name in ("run.json", "log.parquet"):  # the copy becomes a run of its own
+        if name == "run.json":
+            identity, made = artefacts.read_json(second / name)
+            artefacts.write_json(second / name, identity | {"seed": 1}, made | {"seed": 1})
+        else:
+            table, made = artefacts.read_parquet(second / name)
+            artefacts.write_parquet(second / name, table, made | {"seed": 1})
+    runs.collect(first.parents[1], ["tiny"], "some", tmp_path / "data", only=["tests"])
+    alone = artefacts.read_parquet(path)[0]
+    for _ in range(2):  # the second time nothing changes
+        rows = runs.collect(second.parents[1], ["tiny"], "some", tmp_path / "data", tasks=["number"], seeds=[1], only=["tests"], add=True)
+        table, origin = artefacts.read_parquet(path)
+        assert rows == {"tests": len(alone)} and len(table) == 2 * len(alone) and table.dtypes.equals(alone.dtypes)
+        assert table[table.seed == 0].reset_index(drop=True).equals(alone)
+        assert [made["seed"] for made in origin["runs"]] == [0, 1] and origin["seconds"] == round(sum(made["seconds"] for made in origin["runs"]), 1)
+        assert origin["command"] == "rope-heads collect --into some --recipe tiny --tasks number --seeds 0 1 --only tests", "the whole table's"
+    artefacts.write_parquet(path, table.drop(columns="accuracy"), origin)
+    with pytest.raises(ValueError, match=r"tests.parquet has other columns \(accuracy\)"):
+        runs.collect(second.parents[1], ["tiny"], "some", tmp_path / "data", only=["tests"], add=True)
+    monkeypatch.setattr(artefacts, "data_folder", lambda: tmp_path / "data")
+    assert command_line.main(["collect", "--recipe", "tiny", "--into", "new", "--add", "--only", "tests", "--runs", str(second.parents[1])]) == 0
+    assert "new/tests.parquet" in capsys.readouterr().out, "without a table there is nothing to keep"
 
 
 def test_kept_weights_are_half_as_large_unless_that_changes_the_accuracy(finished, tmp_path):

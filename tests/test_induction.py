@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rope_heads import induction
+from rope_heads import artefacts, induction
 from rope_heads.induction import ARMS, FORMED, Arm, build, sample
 from rope_heads.induction_runs import Schedule, ToyRun, collect, run_folder
 from rope_heads.spectra import rope_parts
@@ -166,6 +166,13 @@ def test_collected_tables(tmp_path):
     assert collect(tmp_path, tmp_path / "data", TINY) == {"formation": 2, "log": 8, "heads": 64}, "seeds from 100 on are trials"
     with pytest.raises(ValueError, match="holds no finished runs"):
         collect(tmp_path / "nothing", tmp_path)
+    other = tmp_path / "other machine"
+    ToyRun("learned free", 1, run_folder(other, "learned free", 1, TINY), TINY, report=lambda line: None).train()
+    for _ in range(2):
+        assert collect(other, tmp_path / "data", TINY, add=True)["formation"] == 1
+        formation, origin = artefacts.read_parquet(tmp_path / "data" / "runs" / "toys" / "formation.parquet")
+        assert sorted(zip(formation.arm, formation.seed)) == [("ALiBi symmetric", 0), ("learned free", 0), ("learned free", 1)]
+        assert len(artefacts.read_parquet(tmp_path / "data" / "runs" / "toys" / "heads.parquet")[0]) == 96 and len(origin["runs"]) == 3
 
 
 def test_command_line(tmp_path, capsys, monkeypatch):

@@ -120,7 +120,7 @@ def collect(arguments) -> int:
     try:
         into = arguments.into or arguments.recipe[0]
         rows = runs.collect(Path(arguments.runs), arguments.recipe, into, partial=arguments.partial, tasks=arguments.tasks, seeds=arguments.seeds,
-                            only=arguments.only)
+                            only=arguments.only, add=arguments.add)
         runs.keep_weights(Path(arguments.runs), arguments.recipe[0], arguments.weights, into)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
@@ -166,7 +166,7 @@ def toy(arguments) -> int:
     try:
         schedule = induction_runs.schedule(dict(arguments.set))
         if arguments.collect:
-            for table, number in induction_runs.collect(arguments.runs, schedule=schedule, into=arguments.into).items():
+            for table, number in induction_runs.collect(arguments.runs, schedule=schedule, into=arguments.into, add=arguments.add).items():
                 print(f"data/runs/{arguments.into}/{table}.parquet: {number} rows")
             return 0
         folder = induction_runs.run_folder(arguments.runs, arguments.arm, arguments.seed, schedule)

@@ -140,6 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--weights", nargs="*", default=[], metavar="RUN",
                          help="also keep the final weights of these runs of the first recipe (number-0), in fp16 where that changes no accuracy")
     command.add_argument("--partial", action="store_true", help="take unfinished runs as far as they got")
+    command.add_argument("--add", action="store_true", help="keep what these tables hold of other runs (default: they hold the runs that are there, no others)")
     command.add_argument("--runs", metavar="DIR", default="runs", help="where runs were written (default runs/)")
 
     command = commands.add_parser(
@@ -178,6 +179,7 @@ def build_parser() -> argparse.ArgumentParser:
                          help="change one value of the schedule (cap, after, every, batch, lr, warmup, weight_decay, clip, length, layers)")
     command.add_argument("--collect", action="store_true", help="join finished runs into data/runs/INTO/")
     command.add_argument("--into", metavar="NAME", default="toys", help="folder under data/runs (default toys)")
+    command.add_argument("--add", action="store_true", help="with --collect: keep the runs that are in these tables already")
     command.add_argument("--runs", metavar="DIR", default="runs", help="where runs are written (default runs/)")
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     command.add_argument("--threads", type=count, default=1)

@@ -20,6 +20,7 @@ from rope_heads import artefacts, induction
 from rope_heads.claims import FIRST_EXCLUDED_SEED
 from rope_heads.induction import ARMS, FORMED, STRENGTH
 from rope_heads.model import Transformer
+from rope_heads.runs import joined
 from rope_heads.training import one_process
 
 EVALUATION_SEED, DATA_SEED = 99, 10_000  # of the fixed evaluation set; added to a run's seed for its training data (P2)
@@ -215,10 +216,11 @@ class ToyRun:
         self.report(f"{self.arm} seed {self.seed}: goes on from step {self.step}")
 
 
-def collect(root, data: Path | None = None, schedule: Schedule | None = None, into: str = "toys") -> dict[str, int]:
+def collect(root, data: Path | None = None, schedule: Schedule | None = None, into: str = "toys", add: bool = False) -> dict[str, int]:
     """Joins the finished runs of one schedule under root into data/runs/<into>/{formation,log,heads}.parquet; rows of each table.
 
     formation: arm, seed, formed (step, inf when censored), steps (trained). Unfinished runs are left out; how many is told in the provenance.
+    add: runs that are in these tables already stay, as in `runs.collect`.
     """
     if into in ("", ".", "..") or "/" in into or "\\" in into:
         raise ValueError(f"into must be a single folder name, got {into!r}")
@@ -232,7 +234,7 @@ def collect(root, data: Path | None = None, schedule: Schedule | None = None, in
         found, made = artefacts.read_json(folder / "run.json")
         if found["seed"] >= FIRST_EXCLUDED_SEED:
             continue
-        origins.append(made)
+        origins.append({"arm": found["arm"], **made})
         formation.append(
             {
                 "arm": found["arm"],
@@ -253,7 +255,6 @@ def collect(root, data: Path | None = None, schedule: Schedule | None = None, in
     tables = {"formation": pd.DataFrame(formation)} | {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
     for name, table in tables.items():
         floats = table.select_dtypes("float64").columns.difference(["formed"])
-        artefacts.write_parquet(
-            (data or artefacts.data_folder()) / "runs" / into / f"{name}.parquet", table.astype(dict.fromkeys(floats, "float32")), told
-        )
+        path, table = (data or artefacts.data_folder()) / "runs" / into / f"{name}.parquet", table.astype(dict.fromkeys(floats, "float32"))
+        artefacts.write_parquet(path, *(joined(path, table, told) if add else (table, told)))
     return {name: len(table) for name, table in tables.items()}

@@ -19,13 +19,14 @@ LONG = ("lengths", "gaps")  # have a folder of data/runs of their own, whichever
 
 
 def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None, partial: bool = False,
-            tasks: list[str] | None = None, seeds: list[int] | None = None, only: list[str] | None = None) -> dict[str, int]:  # fmt: skip
+            tasks: list[str] | None = None, seeds: list[int] | None = None, only: list[str] | None = None, add: bool = False) -> dict[str, int]:  # fmt: skip
     """Joins the finished runs under runs/<recipe>/ into data/runs/<into>/{accuracy,heads,...}.parquet; rows of each table.
 
     Columns recipe, task and seed come first. The provenance lists every run: command, versions, seconds, last step. A run
     that is not finished is an error, unless `partial` takes it as far as it got (calibration needs no more; a verdict does).
     tasks, seeds: only these (default: all that are there); where both are given, each run that they name must be there.
     only: these tables alone (default: all that were measured, but for those on long inputs).
+    add: what other runs left in these tables stays (`joined`); the numbers returned are of the rows that came in.
     """
     wanted = only or [table for table in TABLES.values() if table not in LONG]
     for name in (into, *recipes):
@@ -59,15 +60,48 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
         if len(parts) < len(folders) and not partial:
             lacking = [str(folder.relative_to(runs)) for folder in folders if not (folder / f"{FILES[table]}.parquet").exists()]
             raise ValueError(f"table {table} is there for some runs and missing for {', '.join(lacking)}: measure them (rope-heads {'lengths' if table in LONG else 'measure'} --run)")
-    command = f"rope-heads collect --into {into} --recipe " + " ".join(recipes) + " --partial" * partial
-    command += "".join(f" --{name} {' '.join(map(str, chosen))}" for name, chosen in (("tasks", tasks), ("seeds", seeds), ("only", only)) if chosen)
+    command = _command(into, recipes, partial, tasks, seeds, only)
     told = artefacts.provenance(command, round(sum(made["seconds"] for made in origins), 1), runs=origins)
     for table, parts in frames.items():
         frame = pd.concat(parts, ignore_index=True).sort_values(["recipe", "task", "seed", "step"], kind="stable", ignore_index=True)
         if table == "heads":  # by far the largest table: means over prompts need no more than seven digits
             frame = frame.astype(dict.fromkeys(frame.select_dtypes("float64"), "float32"))
-        artefacts.write_parquet((data or artefacts.data_folder()) / "runs" / into / f"{table}.parquet", frame, told)
+        path = (data or artefacts.data_folder()) / "runs" / into / f"{table}.parquet"
+        if add:
+            frame, told = joined(path, frame, told)
+            there = {name: sorted(frame[name].unique().tolist()) for name in ("recipe", "task", "seed")}
+            told["command"] = _command(into, there["recipe"], partial, tasks and there["task"], seeds and there["seed"], only)  # for the whole table
+        artefacts.write_parquet(path, frame, told)
     return {table: sum(map(len, parts)) for table, parts in frames.items()}
+
+
+def _command(into: str, recipes, partial: bool, tasks, seeds, only) -> str:
+    chosen = (("tasks", tasks), ("seeds", seeds), ("only", only))
+    return f"rope-heads collect --into {into} --recipe " + " ".join(recipes) + " --partial" * partial + "".join(
+        f" --{name} {' '.join(map(str, values))}" for name, values in chosen if values)  # fmt: skip
+
+
+def joined(path: Path, frame: pd.DataFrame, told: dict) -> tuple[pd.DataFrame, dict]:
+    """`frame` and what the table at `path` holds of other runs, and where both come from; without such a table `frame` alone.
+
+    A run is (recipe or arm, task, seed); of one measured again the new rows count, on long inputs those of the same setting.
+    """
+    if not path.exists():
+        return frame, told
+    old, before = artefacts.read_parquet(path)
+    if set(old.columns) != set(frame.columns):
+        raise ValueError(f"{path} has other columns ({', '.join(sorted(set(old.columns) ^ set(frame.columns)))}): collect all its runs again, without --add")
+    same = [name for name in ("recipe", "arm", "task", "seed", "inputs", "kind", "change") if name in frame]
+    again = pd.MultiIndex.from_frame(old[same]).isin(pd.MultiIndex.from_frame(frame[same]))
+    order = [name for name in ("recipe", "arm", "task", "seed", "step") if name in frame]
+    whole = pd.concat([old[~again], frame.astype(old.dtypes.to_dict())], ignore_index=True).sort_values(order, kind="stable", ignore_index=True)
+    fresh = [_run_of(made) for made in told["runs"]]
+    runs = [made for made in before["runs"] if _run_of(made) not in fresh] + told["runs"]
+    return whole, before | told | {"runs": runs, "seconds": round(sum(made["seconds"] for made in runs), 1)}
+
+
+def _run_of(made: dict) -> tuple:
+    return made.get("arm") or made["recipe"]["name"], made.get("task"), made["seed"]
 
 
 def _wanted(name: str, tasks: list[str] | None, seeds: list[int] | None) -> bool:
