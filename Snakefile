@@ -27,6 +27,7 @@ FOLDERS = {
 }
 # Long inputs: what `rope-heads lengths` measures of each run, seeds 0 to 2 also under changes at test time; and the interventions in training.
 LENGTHS = {"paper": "main readings kinds crowds sharper", "fast": "main crowds sharper windowed"}
+CHANGED_AT_TEST = {"paper": " changes controls", "fast": " changes"}
 INTERVENTIONS = {"nope_from=4": "number,letter", "planes=fastest": "number,letter", "planes=slowest": "number,letter",
                  "long_share=0.05": "number,letter", "index_layers=4": "number"}
 RUNS = config.get("runs", "runs")  # where the runs themselves are kept; not part of the repository
@@ -146,7 +147,7 @@ rule train_intervention:
 rule lengths_of_a_run:
     input: RUNS + "/{recipe}/{task}-{seed}/model.safetensors"
     output: touch(RUNS + "/{recipe}/{task}-{seed}/lengths.done")
-    params: lambda wildcards: "short" if "," in wildcards.recipe else LENGTHS[wildcards.recipe] + " changes controls" * (int(wildcards.seed) < 3)
+    params: lambda wildcards: "short" if "," in wildcards.recipe else LENGTHS[wildcards.recipe] + CHANGED_AT_TEST[wildcards.recipe] * (int(wildcards.seed) < 3)
     threads: 1
     resources: mem_mb=3000, runtime=240
     shell: "{ROPE_HEADS} lengths --run {RUNS}/{wildcards.recipe}/{wildcards.task}-{wildcards.seed} --what {params[0]}"
