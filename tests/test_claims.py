@@ -346,8 +346,13 @@ def test_judging_everything_needs_every_value_and_adjusts_the_family_as_a_whole(
     assert [adjusted[n][p["name"]] for n, p in members] == pytest.approx([p for _, p in sorted(step_up)])
     with pytest.raises(ValueError, match=r"claims without values: \['P1-accuracy'\]"):
         claims.judge_all(LEDGER, {k: v for k, v in values.items() if k != "P1-accuracy"})
-    with pytest.raises(ValueError, match="adjusted as a whole"):
-        claims.adjust(LEDGER, {k: v for k, v in values.items() if k != "own-hard-tying"})
+    fewer = {k: v for k, v in values.items() if k != "own-hard-tying"}
+    fewer["own-cost-of-symmetry"] = {name: dict(list(column.items())[:4]) for name, column in values["own-cost-of-symmetry"].items()}
+    bound = claims.adjust(LEDGER, fewer)
+    assert bound["own-hard-tying"] == {"tied over symmetric": 1.0} and bound["own-cost-of-symmetry"] == {"symmetric over sham": 1.0}, "too few runs"
+    assert all(p >= adjusted["P2-formation-cost"][name] for name, p in bound["P2-formation-cost"].items()), "never better than with all members"
+    one = stats.false_discovery_control([*(p for (n, _), p in zip(members, raw) if n == "P2-formation-cost"), 1, 1])[:4]
+    assert [*bound["P2-formation-cost"].values()] == pytest.approx(one)
 
 
 def as_if_every_seed_gave(**values):

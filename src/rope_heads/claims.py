@@ -13,7 +13,8 @@ strict JSON needs; nan is refused. Each part of a claim names a good region (`at
   for 8 seeds (2nd to 7th value) and 93.75 % for 5 (all of them), so a verdict errs at most one time in twenty to either side, and one seed in
   eight may stand apart. Fewer than 5 seeds allow no such interval: see `_few`. `every = true`: a single seed outside puts a limit on the claim.
 - `shift`: difference or ratio of two independent groups of seeds, the Hodges-Lehmann estimate with the interval that belongs to the exact
-  Mann-Whitney test (coverage at least 90 %). A part with a `family` also needs its adjusted p <= .05 to hold.
+  Mann-Whitney test (coverage at least 90 %). A part with a `family` also needs its adjusted p <= .05 to hold; while members of the family
+  lack runs they count with p = 1, which can only make the adjusted p of the others larger.
 - `correlation`: Spearman's rank correlation, or Pearson's, with a 90 % bootstrap interval that draws whole clusters (runs, layers).
 - `cases`: numbers without sampling error (a theorem on listed cases, a published table recomputed). No interval. Quantifier `all`: every case
   is good: holds; one case misses the weak region: does not hold. Quantifier `some`: one good case is enough.
@@ -336,15 +337,15 @@ def judge(claim: Mapping, values: Values, adjusted: Mapping[str, float] | None =
 
 
 def adjust(ledger: Ledger, values: Mapping[str, Values]) -> dict[str, dict[str, float]]:
-    """Benjamini-Hochberg over the one declared family: {claim id: {part name: adjusted p}}. Every member must have its values."""
+    """Benjamini-Hochberg over the one declared family, always of its declared size: {claim id: {part name: adjusted p}}.
+
+    A member with fewer runs than its rule needs counts with p = 1. The adjusted p of the others is then an upper bound of what it will be.
+    """
     members = [(c["id"], part) for c in ledger.claims.values() for part in c["part"] if "family" in part]
-    missing = sorted({name for name, _ in members if name not in values})
-    if missing:
-        raise ValueError(f"the family is adjusted as a whole, values of {missing} are missing: measure them first")
     raw = []
     for name, part in members:
-        first, second = (list(_column(part, values[name], key).values()) for key in ("value", "against"))
-        raw.append(one_sided_p(first, second))
+        first, second = (list(_column(part, values[name], key).values()) if name in values else [] for key in ("value", "against"))
+        raw.append(one_sided_p(first, second) if min(len(first), len(second)) >= part.get("min_seeds", 5) else 1.0)
     out: dict[str, dict[str, float]] = {}
     for (name, part), p in zip(members, stats.false_discovery_control(raw, method="bh"), strict=True):
         out.setdefault(name, {})[part["name"]] = float(p)

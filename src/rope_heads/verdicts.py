@@ -62,14 +62,12 @@ def recorded(folder: Path | None = None, chapter: str = "*") -> dict[str, dict[s
 
 
 def judge_known(ledger: Ledger, values: Mapping[str, Values]) -> dict[str, Verdict]:
-    """Verdict of every claim of the ledger; OPEN where values are missing. Claims of a family wait for all its members (p is adjusted over it)."""
-    family = [claim["id"] for claim in ledger.claims.values() if any("family" in part for part in claim["part"])]
-    waiting = [name for name in family if name not in values or not all(values[name].values())]  # absent, or without a single run
-    adjusted = {} if waiting else adjust(ledger, values)
-    found = {}
+    """Verdict of every claim of the ledger; OPEN where values are missing."""
+    adjusted, found = adjust(ledger, values), {}
     for name, claim in ledger.claims.items():
         untestable = all(part["kind"] == "untestable" for part in claim["part"])
-        if (name in values and not (name in family and waiting)) or untestable:
+        without_runs = any("family" in part for part in claim["part"]) and not all(values.get(name, {}).values())
+        if (name in values and not without_runs) or untestable:
             found[name] = judge(claim, values.get(name, {}), adjusted.get(name))
         else:
             found[name] = Verdict(OPEN, math.nan, None, 0, waits_for(claim))
