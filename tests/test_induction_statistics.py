@@ -45,6 +45,7 @@ def test_mechanism_takes_the_strongest_head_at_the_end():
     runs = [course("RoPE symmetric", s, [0, 0.9], [0.5, 0.52], dir_frac=0.004) for s in range(5)]
     runs += [course("RoPE phase suppressed", s, [0, 0.8 + s / 100], [0.5, 0.004]) for s in range(6)]
     found = toys.mechanism(pd.concat(runs))
+    assert toys.mechanism(pd.concat(runs).iloc[:0]) == {name: {} for name in found}, "an arm may have no runs yet"
     assert found["sym_rif"] == dict.fromkeys("01234", 0.52) and found["im_rif"] == dict.fromkeys("012345", 0.004)
     assert found["previous"] == {str(s): pytest.approx(0.8 + s / 100) for s in range(5)}
     verdict = judge(LEDGER.claims["P2-mechanism"], found | {"peak_offset": {"half": -1}})

@@ -72,9 +72,10 @@ def not_before(heads: pd.DataFrame, arm: str = "RoPE free") -> tuple[Values, lis
 
 def at_the_end(heads: pd.DataFrame) -> pd.DataFrame:
     """The strongest previous-token head of each run at its last evaluation; index: arm, seed."""
-    rows = {key: strongest(run).iloc[-1] for key, run in heads.groupby(["arm", "seed"])}
-    return pd.DataFrame(rows).T.rename_axis(["arm", "seed"]).astype({"layer": int, "head": int, "prev": float, "ind": float, "dir_frac": float,
-                                                                     "d_head": float, "rope_imag_frac": float})[["layer", "head", "prev", "ind", "dir_frac", "d_head", "rope_imag_frac"]]  # fmt: skip
+    measures = ["layer", "head", "prev", "ind", "dir_frac", "d_head", "rope_imag_frac"]
+    rows = [{"arm": arm, "seed": seed, **strongest(run).iloc[-1][measures]} for (arm, seed), run in heads.groupby(["arm", "seed"])]
+    frame = pd.DataFrame(rows, columns=["arm", "seed", *measures]).set_index(["arm", "seed"])
+    return frame.astype({name: int if name in ("layer", "head") else float for name in measures})
 
 
 def mechanism(heads: pd.DataFrame) -> Values:
