@@ -177,7 +177,7 @@ AUDIT = {
                  "0-2", "accuracy heads"),
 }
 AUDIT_TASKS = "letter_12|letter_12_debiased|number_64"
-AUDITED = [f"data/runs/{name}/accuracy.parquet" for name in AUDIT]
+AUDITED = [f"data/runs/{name}/{table}.parquet" for name, (_, _, tables) in AUDIT.items() for table in tables.split()]
 
 
 def audited(recipes: dict[str, str], seeds: str, file: str) -> list[str]:
@@ -218,7 +218,7 @@ for NAME, (RECIPES_OF, SEEDS, KEPT) in AUDIT.items():
     rule:
         name: f"collect_{NAME}"
         input: audited(RECIPES_OF, SEEDS, "lengths.done" if "lengths" in KEPT else "model.safetensors")
-        output: f"data/runs/{NAME}/accuracy.parquet"
+        output: [f"data/runs/{NAME}/{table}.parquet" for table in KEPT.split()]
         params: list(RECIPES_OF), NAME, KEPT, sorted({task for tasks in RECIPES_OF.values() for task in listed(tasks)}), listed(SEEDS)
         threads: 1
         shell: "{ROPE_HEADS} collect --recipe {params[0]} --into {params[1]} --only {params[2]} --tasks {params[3]} --seeds {params[4]} --runs {RUNS}"

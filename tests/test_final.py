@@ -306,6 +306,13 @@ def test_new_runs_join_a_table_whose_runs_are_gone(finished, tmp_path, capsys, m
         assert table[table.seed == 0].reset_index(drop=True).equals(alone)
         assert [made["seed"] for made in origin["runs"]] == [0, 1] and origin["seconds"] == round(sum(made["seconds"] for made in origin["runs"]), 1)
         assert origin["command"] == "rope-heads collect --into some --recipe tiny --tasks number --seeds 0 1 --only tests", "the whole table's"
+    said = []
+    for wrong, message in (({"only": ["nonsense"]}, "no table is called nonsense; there are: accuracy"), ({"only": ["gaps"]}, "no run has the table gaps: measure"),
+                           ({"seeds": [7]}, "holds no runs of tiny with these tasks and seeds")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            runs.collect(first.parents[1], ["tiny"], "some", tmp_path / "data", **wrong)
+    runs.collect(first.parents[1], ["tiny"], "some", tmp_path / "data", only=["tests"], report=said.append)
+    assert len(said) == 1 and "some/tests: 1 runs that were in the table are not under" in said[0], "a run does not leave a table unnoticed"
     artefacts.write_parquet(path, table.drop(columns="accuracy"), origin)
     with pytest.raises(ValueError, match=r"tests.parquet has other columns \(accuracy\)"):
         runs.collect(second.parents[1], ["tiny"], "some", tmp_path / "data", only=["tests"], add=True)

@@ -125,7 +125,7 @@ def collect(arguments) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     for table, number in rows.items():
-        print(f"data/runs/{into}/{table}.parquet: {number} rows")
+        print(f"data/runs/{into}/{table}.parquet: {number} rows{' added or made again' * arguments.add}")
     return 0
 
 

@@ -19,15 +19,19 @@ LONG = ("lengths", "gaps")  # have a folder of data/runs of their own, whichever
 
 
 def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None, partial: bool = False,
-            tasks: list[str] | None = None, seeds: list[int] | None = None, only: list[str] | None = None, add: bool = False) -> dict[str, int]:  # fmt: skip
+            tasks: list[str] | None = None, seeds: list[int] | None = None, only: list[str] | None = None, add: bool = False, report=print) -> dict[str, int]:  # fmt: skip
     """Joins the finished runs under runs/<recipe>/ into data/runs/<into>/{accuracy,heads,...}.parquet; rows of each table.
 
     Columns recipe, task and seed come first. The provenance lists every run: command, versions, seconds, last step. A run
     that is not finished is an error, unless `partial` takes it as far as it got (calibration needs no more; a verdict does).
     tasks, seeds: only these (default: all that are there); where both are given, each run that they name must be there.
     only: these tables alone (default: all that were measured, but for those on long inputs).
-    add: what other runs left in these tables stays (`joined`); the numbers returned are of the rows that came in.
+    add: what other runs left in these tables stays (`joined`), without it they leave them, and `report` says so. The numbers returned are of
+    the rows that came in.
     """
+    unknown = sorted(set(only or ()) - set(TABLES.values()))
+    if unknown:
+        raise ValueError(f"no table is called {', '.join(unknown)}; there are: {', '.join(TABLES.values())}")
     wanted = only or [table for table in TABLES.values() if table not in LONG]
     for name in (into, *recipes):
         if name in ("", ".", "..") or "/" in name or "\\" in name:
@@ -40,7 +44,7 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
         raise ValueError(f"{runs} lacks {', '.join(absent)}: train them first (rope-heads train)")
     empty = [recipe for recipe, found in by_recipe.items() if not found]
     if empty:
-        raise ValueError(f"{runs} holds no runs of {', '.join(empty)}: train some first (rope-heads train --recipe ...)")
+        raise ValueError(f"{runs} holds no runs of {', '.join(empty)}{' with these tasks and seeds' * bool(tasks or seeds)}: train some first (rope-heads train --recipe ...)")
     folders = [folder for found in by_recipe.values() for folder in found]
     unfinished = [str(folder.relative_to(runs)) for folder in folders if not (folder / "model.safetensors").exists()]
     if unfinished and not partial:
@@ -56,6 +60,9 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
                 for place, (name, value) in enumerate((("recipe", identity["recipe"]["name"]), ("task", identity["task"]), ("seed", identity["seed"]))):
                     frame.insert(place, name, value)
                 frames.setdefault(table, []).append(frame)
+    unmeasured = [table for table in only or () if table not in frames]
+    if unmeasured:
+        raise ValueError(f"no run has the table {', '.join(unmeasured)}: measure them (rope-heads {'lengths' if unmeasured[0] in LONG else 'measure'} --run)")
     for table, parts in frames.items():
         if len(parts) < len(folders) and not partial:
             lacking = [str(folder.relative_to(runs)) for folder in folders if not (folder / f"{FILES[table]}.parquet").exists()]
@@ -71,6 +78,10 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
             frame, told = joined(path, frame, told)
             there = {name: sorted(frame[name].unique().tolist()) for name in ("recipe", "task", "seed")}
             told["command"] = _command(into, there["recipe"], partial, tasks and there["task"], seeds and there["seed"], only)  # for the whole table
+        elif path.exists():
+            gone = {_run_of(made) for made in artefacts.read_parquet(path)[1].get("runs", [])} - {_run_of(made) for made in origins}
+            if gone:
+                report(f"{into}/{table}: {len(gone)} runs that were in the table are not under {runs} and leave it (--add would keep them)")
         artefacts.write_parquet(path, frame, told)
     return {table: sum(map(len, parts)) for table, parts in frames.items()}
 
