@@ -306,6 +306,9 @@ def test_new_runs_join_a_table_whose_runs_are_gone(finished, tmp_path, capsys, m
         assert table[table.seed == 0].reset_index(drop=True).equals(alone)
         assert [made["seed"] for made in origin["runs"]] == [0, 1] and origin["seconds"] == round(sum(made["seconds"] for made in origin["runs"]), 1)
         assert origin["command"] == "rope-heads collect --into some --recipe tiny --tasks number --seeds 0 1 --only tests", "the whole table's"
+    runs.collect(first.parents[1], ["tiny"], "some", tmp_path / "data", only=["lens"])  # a table without the second run stays without it
+    both = runs.collect(first.parents[1], ["tiny"], "some", tmp_path / "data", only=["tests", "lens"], add=True)
+    assert set(both) == {"tests", "lens"} and [made["seed"] for made in artefacts.read_parquet(path.with_name("lens.parquet"))[1]["runs"]] == [0]
     said = []
     for wrong, message in (({"only": ["nonsense"]}, "no table is called nonsense; there are: accuracy"), ({"only": ["gaps"]}, "no run has the table gaps: measure"),
                            ({"seeds": [7]}, "holds no runs of tiny with these tasks and seeds")):  # fmt: skip

@@ -74,15 +74,16 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
         if table == "heads":  # by far the largest table: means over prompts need no more than seven digits
             frame = frame.astype(dict.fromkeys(frame.select_dtypes("float64"), "float32"))
         path = (data or artefacts.data_folder()) / "runs" / into / f"{table}.parquet"
+        made = told
         if add:
-            frame, told = joined(path, frame, told)
+            frame, made = joined(path, frame, told)
             there = {name: sorted(frame[name].unique().tolist()) for name in ("recipe", "task", "seed")}
-            told["command"] = _command(into, there["recipe"], partial, tasks and there["task"], seeds and there["seed"], only)  # for the whole table
+            made = made | {"command": _command(into, there["recipe"], partial, tasks and there["task"], seeds and there["seed"], only)}  # whole table's
         elif path.exists():
-            gone = {_run_of(made) for made in artefacts.read_parquet(path)[1].get("runs", [])} - {_run_of(made) for made in origins}
+            gone = {_run_of(run) for run in artefacts.read_parquet(path)[1].get("runs", [])} - {_run_of(run) for run in origins}
             if gone:
                 report(f"{into}/{table}: {len(gone)} runs that were in the table are not under {runs} and leave it (--add would keep them)")
-        artefacts.write_parquet(path, frame, told)
+        artefacts.write_parquet(path, frame, made)
     return {table: sum(map(len, parts)) for table, parts in frames.items()}
 
 
