@@ -316,6 +316,11 @@ def test_new_runs_join_a_table_whose_runs_are_gone(finished, tmp_path, capsys, m
             runs.collect(first.parents[1], ["tiny"], "some", tmp_path / "data", **wrong)
     runs.collect(first.parents[1], ["tiny"], "some", tmp_path / "data", only=["tests"], report=said.append)
     assert len(said) == 1 and "some/tests: 1 runs that were in the table are not under" in said[0], "a run does not leave a table unnoticed"
+    path.write_bytes(b"half a table")
+    with pytest.raises(ValueError, match="tests.parquet is damaged or no parquet table .*: restore it or make it again"):
+        runs.collect(second.parents[1], ["tiny"], "some", tmp_path / "data", only=["tests"], add=True)
+    runs.collect(first.parents[1], ["tiny"], "some", tmp_path / "data", only=["tests"])  # makes it again
+    assert artefacts.read_parquet(path)[0].equals(alone)
     artefacts.write_parquet(path, table.drop(columns="accuracy"), origin)
     with pytest.raises(ValueError, match=r"tests.parquet has other columns \(accuracy\)"):
         runs.collect(second.parents[1], ["tiny"], "some", tmp_path / "data", only=["tests"], add=True)

@@ -1,5 +1,6 @@
 """Frozen runs: many run folders become a few tables in data/runs, and what a reader's own run should look like beside them."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -80,7 +81,9 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
             there = {name: sorted(frame[name].unique().tolist()) for name in ("recipe", "task", "seed")}
             made = made | {"command": _command(into, there["recipe"], partial, tasks and there["task"], seeds and there["seed"], only)}  # whole table's
         elif path.exists():
-            gone = {_run_of(run) for run in artefacts.read_parquet(path)[1].get("runs", [])} - {_run_of(run) for run in origins}
+            gone: set = set()
+            with contextlib.suppress(ValueError):  # a damaged table, or none of ours, is simply made again
+                gone = {_run_of(run) for run in artefacts.read_parquet(path)[1].get("runs", [])} - {_run_of(run) for run in origins}
             if gone:
                 report(f"{into}/{table}: {len(gone)} runs that were in the table are not under {runs} and leave it (--add would keep them)")
         artefacts.write_parquet(path, frame, made)
@@ -113,7 +116,7 @@ def joined(path: Path, frame: pd.DataFrame, told: dict) -> tuple[pd.DataFrame, d
 
 
 def _run_of(made: dict) -> tuple:
-    return made.get("arm") or made["recipe"]["name"], made.get("task"), made["seed"]
+    return made.get("arm") or made.get("recipe", {}).get("name"), made.get("task"), made.get("seed")
 
 
 def _wanted(name: str, tasks: list[str] | None, seeds: list[int] | None) -> bool:
