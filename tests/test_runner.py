@@ -108,6 +108,25 @@ def gone(pid):
         return True
 
 
+def test_killing_waits_until_the_last_descendant_has_ended(monkeypatch):
+    ends = time.monotonic() + 1.5
+
+    class Slow(psutil.Process):  # as on a busy machine: the signal is there, the process not yet gone
+        def kill(self):
+            pass
+
+        def status(self):
+            return psutil.STATUS_RUNNING if time.monotonic() < ends else psutil.STATUS_ZOMBIE
+
+    monkeypatch.setattr(runner, "tree", lambda pid: [Slow(pid)])
+    runner.kill(os.getpid())
+    assert time.monotonic() >= ends
+    monkeypatch.setattr(runner, "KILL_WAIT", 0.2)
+    ends, started = ends + 600, time.monotonic()
+    runner.kill(os.getpid())
+    assert time.monotonic() - started < 60, "what the system holds does not hold the build"
+
+
 def test_an_undeclared_parameter_is_an_error(tmp_path):
     with pytest.raises(runner.ChapterError, match=r"^one: undeclared parameter sed; .* declares: mode, seed"):
         execute(tmp_path, book(tmp_path, "1"), {"sed": 3})

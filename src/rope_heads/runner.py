@@ -26,6 +26,7 @@ MODES = ("quick", "full")
 MINUTES = {"quick": 30, "full": 48 * 60}  # default limit of a cell; a chapter may take twice that
 SAY_EVERY = 10.0  # seconds between two lines of progress
 SAMPLE_EVERY = 0.5  # seconds between two looks at the memory
+KILL_WAIT = 30.0  # seconds that killed processes have to end; longer only where the system holds them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,13 +90,27 @@ def memory(pid: int) -> float:
 
 
 def kill(pid: int) -> None:
+    """Kills a process and its descendants and waits until they have ended: a signal is a request, and it takes effect a little later."""
     import psutil
 
-    for process in reversed(tree(pid)):
+    processes, end = tree(pid), time.monotonic() + KILL_WAIT
+    for process in processes:  # parents first: none answers the end of a child by starting another
         try:
             process.kill()
         except psutil.Error:
             pass
+    while any(map(_runs, processes)) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _runs(process) -> bool:
+    """A zombie does not: it has ended, and whoever started it has only not asked yet."""
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def environment(build: Path) -> dict:
