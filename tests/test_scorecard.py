@@ -152,3 +152,4 @@ def test_commands_name_what_exists():
             assert f"rule {target}:" in rules or f'"{target}": {{"recipe"' in rules, command
         else:
             assert command.startswith("rope-heads ")
+    assert ROWS.command["own-planes-causal"] == "snakemake -c2 paper", "the chapter on long inputs reads runs/paper/tests.parquet for it"

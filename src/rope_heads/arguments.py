@@ -94,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=whole, default=0, help="fixes initial weights, data, order and dropout (default 0)")
     command.add_argument("--set", metavar="NAME=VALUE", type=parameter, action="append", default=[],
                          help="change one value of the recipe (steps, batch, lr, warmup, weight_decay, dropout, clip, precision, long_share, "
-                         "long_added, index_layers, ...) or of the model (layers, heads, nope_from, planes, ...)")
+                         "long_added, index_layers, ...) or of the model (layers, heads, nope_from, planes, ...); may be given several times")
     command.add_argument("--keep", metavar="STEP", type=whole, nargs="*", default=[], help="also keep the weights after these steps")
     command.add_argument("--until", metavar="ACCURACY", type=positive, help="stop as soon as every hop count reaches this accuracy")
     command.add_argument("--measure", action="store_true", help="also write measures.parquet: scores of every head at every evaluation (12-letter tasks: audit.parquet, counting against hopping)")
@@ -124,7 +124,8 @@ def build_parser() -> argparse.ArgumentParser:
                          "off, positions interpolated, logits sharper, a short view, weights in half precision; controls: as many other planes off, "
                          "logits three times as large; windowed: the short view alone; sharper: sharper logits on the whole grid, and among copies of "
                          "one token")
-    command.add_argument("--added", nargs="*", metavar="N", type=whole, default=[], help="also these numbers of added tokens, or these alone without --what")
+    command.add_argument("--added", nargs="*", metavar="N", type=whole, default=[], help="also these numbers of added tokens, or these alone without --what; "
+                         "the time grows with the square of the length")
     command.add_argument("--threads", type=count, default=1)
 
     command = commands.add_parser(
@@ -176,7 +177,8 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--arm", metavar="ARM", help='for example "RoPE free"; a wrong name lists them')
     command.add_argument("--seed", type=whole, default=0, help="fixes initial weights and data (default 0)")
     command.add_argument("--set", metavar="NAME=VALUE", type=parameter, action="append", default=[],
-                         help="change one value of the schedule (cap, after, every, batch, lr, warmup, weight_decay, clip, length, layers)")
+                         help="change one value of the schedule (cap, after, every, batch, lr, warmup, weight_decay, clip, length, layers); "
+                              "may be given several times")
     command.add_argument("--collect", action="store_true", help="join finished runs into data/runs/INTO/")
     command.add_argument("--into", metavar="NAME", default="toys", help="folder under data/runs (default toys)")
     command.add_argument("--add", action="store_true", help="with --collect: keep the runs that are in these tables already")
