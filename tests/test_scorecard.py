@@ -70,7 +70,7 @@ def test_judged_rows_agree_with_the_rules():
 def test_the_last_quick_build_recorded_the_frozen_values():
     report = repository() / "_build" / "report.json"
     built = json.loads(report.read_text()) if report.is_file() else {}
-    if not built.get("ok") or built["mode"] != "quick" or not all(r["chapter"] in CHAPTERS_IN_BOOK for r in built["chapters"]):
+    if not built.get("ok") or built["mode"] != "quick" or {r["chapter"] for r in built["chapters"]} != set(CHAPTERS_IN_BOOK):
         assert not os.environ.get("CI"), "run `make book` first"
         pytest.skip("no whole build in mode quick: run `make book` first")
     done = [record["chapter"] for record in built["chapters"]]
@@ -109,10 +109,29 @@ def test_the_table_shows_what_was_measured_and_where():
     assert len(page.select("tbody tr")) == len(ROWS)
     for name, row in ROWS.iterrows():
         cells = page.find("tr", id=name).find_all("td")
-        assert row.claim in cells[0].get_text() and cells[3].select_one(".verdict").text == row.verdict and row.command in cells[3].get_text()
+        assert row.claim in cells[0].get_text() and cells[3].select_one(".verdict").text == row.verdict + (f": {row.limit}" if row.limit else "") and row.command in cells[3].get_text()
         links = [tag["href"] for tag in cells[3].find_all("a")]
         assert links == ([f"{row.chapter}.html#{scorecard.anchor(name)}"] if row.ours or row.verdict != scorecard.OPEN else [])
         assert all(line in cells[2].get_text() for line in row.ours)
+        assert row.note in cells[3].get_text()
+
+
+@pytest.mark.parametrize("parts, values, word", [
+    ([{"at_least": 0.9, "limit": 0.5}], [[0.8] * 5], "weaker than asked"),
+    ([{"at_least": 0.9, "limit": 0.5}], [[0.7, 0.8, 0.9, 0.95, 1]], "undecided"),
+    ([{"at_least": 0.9, "limit": 0.5, "every": True}], [[0.8, *[1] * 9]], "not every run"),
+    ([{"at_least": 0.9, "limit": 0.5, "min_seeds": 3}], [[1, 1, 1]], "few runs"),
+    ([{"at_least": 0.9, "limit": 0.5}, {"at_least": 1, "qualifies": True}], [[1] * 5, [0] * 5], "a part fails"),
+    ([{"at_least": 0.9, "limit": 0.5}, {"at_least": 1, "qualifies": True}], [[1] * 5, []], "unfinished"),
+    ([{"at_least": 0.9, "limit": 0.5}, {"at_least": 0.9, "limit": 0.5}], [[0.7, 0.8, 0.9, 0.95, 1], [0.8] * 5], "weaker than asked"),
+    ([{"at_least": 0.9, "limit": 0.5}], [[1] * 5], ""),
+    ([{"at_least": 0.9, "limit": 0.5}], [[0] * 5], ""),
+])  # fmt: skip
+def test_a_limit_says_of_which_kind_it_is(parts, values, word):
+    claim = {"part": [{"name": f"p{i}", "kind": "median", "value": f"v{i}", **part} for i, part in enumerate(parts)]}
+    verdict = judge(claim, {f"v{i}": {str(seed): float(v) for seed, v in enumerate(column)} for i, column in enumerate(values)})
+    found, part = scorecard.kind_of_limit(verdict, claim)
+    assert found == word and (part == "") == (word == "") and (not word or word in scorecard.LIMITS)
 
 
 def test_anchors_are_plain_selectors():

@@ -183,7 +183,7 @@ def clustered_correlation(x, y, clusters, method: str = "spearman", coverage: fl
 # ---- one part --------------------------------------------------------------------------------------------------------------------
 
 
-def _regions(part: Mapping) -> tuple[tuple[float, float], tuple[float, float]]:
+def regions(part: Mapping) -> tuple[tuple[float, float], tuple[float, float]]:
     """Good and weak region of a part, as closed intervals."""
     if "at_least" in part:
         return (part["at_least"], math.inf), (part.get("limit", part["at_least"]), math.inf)
@@ -211,14 +211,14 @@ def _column(part: Mapping, values: Values, key: str = "value") -> dict[str, floa
 
 
 def _sorted_out(low: float, high: float, part: Mapping) -> str:
-    good, weak = _regions(part)
+    good, weak = regions(part)
     if _inside(low, good) and _inside(high, good):
         return HOLDS
     return FAILS if high < weak[0] or low > weak[1] else LIMIT
 
 
 def _say(part: Mapping) -> str:
-    good, weak = _regions(part)
+    good, weak = regions(part)
     return f"asked: {_range(*good)}" + ("" if good == weak else f"; weak: {_range(*weak)}")
 
 
@@ -232,7 +232,7 @@ def _so_far(n: int, what: str) -> str:
 
 def _few(column: Mapping[str, float], part: Mapping) -> str:
     """Fewer than five runs: agreement of all of them can at most hold with a limit; contradiction by all of them is one."""
-    good, weak = _regions(part)
+    good, weak = regions(part)
     return FAILS if not any(_inside(v, weak) for v in column.values()) else LIMIT
 
 
@@ -241,7 +241,7 @@ def _median(part, values, _p) -> Verdict:
     n, estimate = len(column), _middle(np.sort(list(column.values()))) if column else math.nan
     if n < part.get("min_seeds", 5):
         return Verdict(OPEN, estimate, None, n, f"{_so_far(n, 'run')}, the rule needs {part.get('min_seeds', 5)}")
-    good, _ = _regions(part)
+    good, _ = regions(part)
     passing = sum(_inside(v, good) for v in column.values())
     reason = f"{_say(part)}; {passing} of {n} pass"
     found = median_interval(list(column.values()))
@@ -291,7 +291,7 @@ def _cases(part, values, _p) -> Verdict:
     column = _column(part, values)
     if not column:
         return Verdict(UNTESTED, math.nan, None, 0, "no case was measured")
-    good, weak = _regions(part)
+    good, weak = regions(part)
     in_good, in_weak = [k for k, v in column.items() if _inside(v, good)], [k for k, v in column.items() if _inside(v, weak)]
     if part.get("quantifier", "all") == "all":
         verdict = HOLDS if len(in_good) == len(column) else LIMIT if len(in_weak) == len(column) else FAILS

@@ -16,13 +16,21 @@ import pandas as pd
 
 from rope_heads import verdicts
 from rope_heads.artefacts import data_folder, data_path
-from rope_heads.claims import FAILS, HOLDS, LIMIT, OPEN, UNTESTED, Ledger, Values, Verdict, judge, read_ledger
+from rope_heads.claims import FAILS, HOLDS, LIMIT, OPEN, UNTESTED, Ledger, Values, Verdict, judge, read_ledger, regions
 from rope_heads.verdicts import judge_known
 
 ORDER = (HOLDS, LIMIT, FAILS, UNTESTED, OPEN)
 PAPERS = {"P1": "https://arxiv.org/abs/2605.31558", "P0": "https://arxiv.org/abs/2511.11579", "P2": "https://arxiv.org/abs/2607.06621"}
 CHAPTERS = ("training_dynamics", "mechanistic_metrics", "length_generalization", "theory", "rope_fingerprints", "language_models")
 TRAINED_ANEW = {"P0-one-angle-tasks"}  # trained live in mode quick too: another processor gives other numbers, so only the verdict is compared
+LIMITS = {
+    "weaker than asked": "the whole interval, or a listed case, misses the good region and stays in the weak one",
+    "a part fails": "a part that only qualifies the claim does not hold",
+    "undecided": "the interval reaches from the good region beyond its edge",
+    "not every run": "the interval is good, one run is not, and the claim says all",
+    "few runs": "too few runs for an interval; those that there are do not contradict",
+    "unfinished": "such a part is not measured yet, or cannot be",
+}  # what puts the limit on a claim that holds with one
 AGREE = 1e-6  # relative: the same computation on two processors
 
 
@@ -100,14 +108,37 @@ def ours(verdict: Verdict, claim: Mapping) -> list[str]:
     return lines
 
 
+def kind_of_limit(verdict: Verdict, claim: Mapping) -> tuple[str, str]:
+    """What "holds with a limit" means for this claim, a word of `LIMITS` (the first that is true of a part), and that part's name; else "", ""."""
+    if verdict.verdict != LIMIT:
+        return "", ""
+    parts = [(part, found) for part, (_, found) in zip(claim["part"], verdict.parts) if found.verdict != HOLDS]
+    words = [(_limit_of(part, found), part["name"]) for part, found in parts]
+    return min(words, key=lambda word: list(LIMITS).index(word[0]))
+
+
+def _limit_of(part: Mapping, found: Verdict) -> str:
+    if found.verdict != LIMIT:
+        return "a part fails" if found.verdict == FAILS else "unfinished"
+    if found.interval is None:
+        return "weaker than asked" if part["kind"] == "cases" else "few runs"
+    (low, high), (good_low, good_high) = found.interval, regions(part)[0]
+    if low > good_high or high < good_low:
+        return "weaker than asked"
+    return "not every run" if good_low <= low and high <= good_high else "undecided"
+
+
 def table(values: Mapping[str, Values], ledger: Ledger | None = None) -> pd.DataFrame:
-    """One row a claim in the ledger's order; columns kind, paper, where, chapter, claim, published, ours (list), verdict, reason, command."""
+    """One row a claim in the ledger's order; columns kind, paper, where, chapter, claim, published, ours (list), verdict, limit
+    (`kind_of_limit`), reason, note (what a reader must know beside the verdict), command."""
     ledger = ledger or read_ledger()
     rows = {}
     for name, verdict in judge_known(ledger, values).items():
         claim = ledger.claims[name]
+        limit, part = kind_of_limit(verdict, claim)
+        other = "" if verdict.reason.startswith(f"{part}: ") else f"; {part}: {dict(verdict.parts)[part].reason}" if part else ""
         rows[name] = {"kind": claim["kind"], "paper": claim["paper"], "where": claim["where"], "chapter": claim["chapter"], "claim": claim["claim"],
-                      "published": plain(claim["published"]), "ours": ours(verdict, claim), "verdict": verdict.verdict, "reason": verdict.reason,
+                      "published": plain(claim["published"]), "ours": ours(verdict, claim), "verdict": verdict.verdict, "limit": limit, "reason": verdict.reason + other, "note": claim.get("note", ""),
                       "command": regenerates(claim)}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("id")
 
@@ -132,10 +163,12 @@ def to_html(rows: pd.DataFrame) -> str:
         source = f"{papers}, {escaped(row['where'])}" if row.kind == "paper" else f"this book, on {papers}: {escaped(row['where'])}"
         made_in = "" if row.verdict == OPEN and not row.ours else f'<a href="{row.chapter}.html#{anchor(name)}">the cell that decides it</a>, data from '
         measured = "<br>".join(escaped(line) for line in row.ours) or "-"
+        verdict = f"{row.verdict}: {row.limit}" if row.limit else row.verdict
+        note = f'<p class="note">{escaped(row.note)}</p>' if row.note else ""
         lines.append(
             f'<tr id="{escaped(name)}"><td><p>{escaped(row.claim)}</p><p class="source">{source}</p></td>'
             f'<td data-label="Published">{escaped(row.published) or "-"}</td><td data-label="Measured here">{measured}</td>'
-            f'<td data-label="Verdict"><p class="verdict" data-verdict="{row.verdict}">{row.verdict}</p>'
+            f'<td data-label="Verdict"><p class="verdict" data-verdict="{row.verdict}">{verdict}</p>{note}'
             f'<p class="source">{escaped(row.reason)}<br>{made_in}<code>{escaped(row.command)}</code></p></td></tr>')  # fmt: skip
     return "\n".join([*lines, "</tbody></table>"])
 
