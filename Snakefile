@@ -155,9 +155,9 @@ rule lengths_of_a_run:
 rule collect_lengths:
     input: measured(UNTOUCHED, None)
     output: "data/runs/lengths/lengths.parquet", "data/runs/lengths/gaps.parquet"
-    params: recipes=list(UNTOUCHED), seeds=listed("0-7")
+    params: recipes=list(UNTOUCHED), seeds=listed("0-7"), tasks=sorted({task for tasks in UNTOUCHED.values() for task in listed(tasks)})  # the audit's tasks lie beside them
     threads: 1
-    shell: "{ROPE_HEADS} collect --recipe {params.recipes} --into lengths --only lengths gaps --seeds {params.seeds} --runs {RUNS}"
+    shell: "{ROPE_HEADS} collect --recipe {params.recipes} --into lengths --only lengths gaps --tasks {params.tasks} --seeds {params.seeds} --runs {RUNS}"
 
 rule collect_interventions:
     input: measured(CHANGED, listed("0-2"))

@@ -150,6 +150,19 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path, monkeypatch):
     assert not (tmp_path / "whole" / "checkpoint.safetensors").exists()
 
 
+@pytest.mark.parametrize("change", [{"clip": -1.0}, {"lr": math.inf}, {"warmup": -1}, {"weight_decay": math.nan}])
+def test_a_schedule_that_trains_nothing_is_refused(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        Schedule(**change)
+
+
+def test_no_limit_on_gradients_and_no_warm_up_still_train(tmp_path):
+    schedule = Schedule(cap=4, every=2, batch=2, length=70, warmup=0, clip=0.0)
+    ToyRun("learned free", 0, tmp_path, schedule, report=lambda line: None).train()
+    losses = tables(tmp_path)["log"].loss
+    assert losses.nunique() == len(losses) and np.isfinite(losses).all()
+
+
 def test_a_run_ends_some_steps_after_formation(tmp_path, monkeypatch):
     monkeypatch.setattr("rope_heads.induction_runs.FORMED", 10.0)  # any loss is below
     run = ToyRun("learned free", 0, tmp_path, Schedule(cap=50, after=4, every=2, batch=2, length=70), report=lambda line: None)
@@ -166,6 +179,10 @@ def test_collected_tables(tmp_path):
     assert collect(tmp_path, tmp_path / "data", TINY) == {"formation": 2, "log": 8, "heads": 64}, "seeds from 100 on are trials"
     with pytest.raises(ValueError, match="holds no finished runs"):
         collect(tmp_path / "nothing", tmp_path)
+    trial = tmp_path / "trials only"
+    ToyRun("learned free", 100, run_folder(trial, "learned free", 100, TINY), TINY, report=lambda line: None).train()
+    with pytest.raises(ValueError, match="seeds from 100 on"):
+        collect(trial, tmp_path / "trial data", TINY)
     other = tmp_path / "other machine"
     ToyRun("learned free", 1, run_folder(other, "learned free", 1, TINY), TINY, report=lambda line: None).train()
     for _ in range(2):
@@ -181,7 +198,7 @@ def test_command_line(tmp_path, capsys, monkeypatch):
 
     tiny = [word for k, v in (("cap", 2), ("every", 2), ("batch", 2), ("length", 70)) for word in ("--set", f"{k}={v}")]
     assert main(["toy", "--arm", "learned free", "--runs", str(tmp_path), *tiny]) == 0
-    assert "formed at step inf" in capsys.readouterr().out and len(list(tmp_path.glob("toys,batch=2,cap=2,*/learned-free-0/run.json"))) == 1
+    assert "has not formed by step 2," in capsys.readouterr().out and len(list(tmp_path.glob("toys,batch=2,cap=2,*/learned-free-0/run.json"))) == 1
     monkeypatch.setattr(artefacts, "data_folder", lambda: tmp_path / "data")
     assert main(["toy", "--collect", "--into", "tiny", "--runs", str(tmp_path), *tiny]) == 0
     heads, origin = artefacts.read_parquet(tmp_path / "data" / "runs" / "tiny" / "heads.parquet")

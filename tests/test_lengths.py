@@ -199,6 +199,9 @@ def test_audit_tasks_are_measured_too(task, few, tmp_path, monkeypatch):
     monkeypatch.setattr(type(ALL_TASKS[task]), "split", lambda self, name, seed: self.sample(400, None, np.random.default_rng([seed, len(name)])))
     folder = tmp_path / f"{task}-0"
     Run(task, Recipe(name="tiny", steps=2, batch=8, warmup=0), 0, folder, config={"layers": 2, "width": 16, "mlp": 16}, report=lambda line: None).train()
+    if not settings(ALL_TASKS[task], "readings"):
+        with pytest.raises(ValueError, match=f"readings measures nothing of task {task}"):
+            lengths.measure_run(folder, ["readings"], report=lambda line: None)
     lengths.measure_run(folder, ["main", "readings"], report=lambda line: None)
     table = artefacts.read_parquet(folder / "lengths.parquet")[0]
     other = {"letter_12": "letter_12_debiased", "letter_12_debiased": "letter_12"}

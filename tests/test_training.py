@@ -228,13 +228,14 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, damage):
 
 
 def test_a_run_that_was_stopped_early_is_not_taken_for_a_whole_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("rope_heads.training.accuracy_by_hops", lambda model, batch: {1: 1.0})
+    monkeypatch.setattr("rope_heads.training.accuracy_by_hops", lambda model, batch: {1: 0.9})
     assert start(tmp_path, until=0.5).train() is not None
     origin = artefacts.read_json(tmp_path / "run.json")[1]
     assert origin["step"] == 10 and "--until 0.5" in origin["command"], "the first evaluation after an update decides"
     assert start(tmp_path, until=0.5).train() is not None
-    with pytest.raises(ValueError, match="was stopped at step 10 of 30"):
-        start(tmp_path).train()
+    for until in (None, 0.95):
+        with pytest.raises(ValueError, match="was stopped at step 10 of 30"):
+            start(tmp_path, until=until).train()
 
 
 def test_what_a_run_did_not_keep_cannot_be_had_afterwards(tmp_path):

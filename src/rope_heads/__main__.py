@@ -4,6 +4,7 @@ A handler that finds a bad value raises argparse.ArgumentTypeError: one line on 
 """
 
 import argparse
+import math
 import sys
 
 from rope_heads.arguments import build_parser
@@ -175,7 +176,8 @@ def toy(arguments) -> int:
         formed = run.train()
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    print(f"{arguments.arm} seed {arguments.seed}: induction formed at step {formed:g}, {folder}")
+    when = f"formed at step {formed:g}" if math.isfinite(formed) else f"has not formed by step {schedule.cap}"
+    print(f"{arguments.arm} seed {arguments.seed}: induction {when}, {folder}")
     return 0
 
 

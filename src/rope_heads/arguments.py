@@ -64,8 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "book", help="execute the chapters and render the site",
-        description="Executes each chapter that changed, one process a chapter, and renders the site to _build/html. Writes _build/ only. "
-        "Mode quick takes about ten minutes on two cores, full takes days; a second run without changes takes seconds.")
+        description="Executes each chapter that changed, one process a chapter, and renders the site to _build/html. Writes _build/ only (--freeze-values: data/values). "
+        "Mode quick takes about a quarter of an hour on two cores, full takes days; a second run without changes takes seconds.")
     command.add_argument("--mode", choices=("quick", "full"), default="quick", help="quick: frozen runs where live ones take long; full: all anew")
     command.add_argument("--only", metavar="CHAPTER", help="execute this chapter alone and render a preview to _build/preview")
     command.add_argument("--without-solutions", action="store_true",
@@ -118,13 +118,13 @@ def build_parser() -> argparse.ArgumentParser:
         "each head should attend to stands above the next). Goes on where it stopped; what is measured is not measured again. On one idle "
         "core about 4 minutes for main, 1 for short, readings and crowds, 2 for kinds, 6 for changes, 5 for controls, 1 for windowed, 4 for sharper.")
     command.add_argument("--run", metavar="DIR", required=True, help="folder of one finished run, RUNS/RECIPE/TASK-SEED")
-    command.add_argument("--what", nargs="*", choices=("main", "short", "readings", "kinds", "crowds", "changes", "controls", "windowed", "sharper"),
+    command.add_argument("--what", nargs="+", choices=("main", "short", "readings", "kinds", "crowds", "changes", "controls", "windowed", "sharper"),
                          help="main (default): the grid of Figure 5B; short: eight lengths to 1,000; readings: Letter models on the other Letter data "
                          "with as many letters; kinds: other added tokens; crowds: keys of some added tokens with values of others; changes: planes "
                          "off, positions interpolated, logits sharper, a short view, weights in half precision; controls: as many other planes off, "
                          "logits three times as large; windowed: the short view alone; sharper: sharper logits on the whole grid, and among copies of "
                          "one token")
-    command.add_argument("--added", nargs="*", metavar="N", type=whole, default=[], help="also these numbers of added tokens, or these alone without --what; "
+    command.add_argument("--added", nargs="+", metavar="N", type=whole, default=[], help="also these numbers of added tokens, or these alone without --what; "
                          "the time grows with the square of the length")
     command.add_argument("--threads", type=count, default=1)
 

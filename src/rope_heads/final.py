@@ -37,7 +37,7 @@ TABLES = {  # file in the run's folder -> what a row is
 DRAWS, KEPT_DRAWS = 100, 20  # random heads for the level of chance of a spectrum: final weights, weights kept on the way
 PROMPTS, KEPT_PROMPTS, PLANE_TESTS = 300, 100, 500  # of each hop count: final weights, weights kept on the way, planes switched off
 CONTROL_STREAM = 11  # random numbers of the looks that are forbidden as a control
-FAST, SLOW = range(1, 9), range(33, 65)  # plane ids of the claim own-planes-causal
+SLOW = range(33, 65)  # plane ids of the claim own-planes-causal, beside 1 to 8
 TOKENS = ("p0", "p1", "p2", "p3", "off chain", "off chain, pre-target")  # where a head's output is replaced
 FIRST_ROWS = (QUERY, WINDOW, WINDOW, WINDOW, 0, WINDOW)  # the lowest position that each can have: earlier tokens see nothing of the change
 
@@ -280,7 +280,7 @@ def measure_run(folder: Path, report=print) -> dict[str, int]:
         raise ValueError(f"{folder} holds no finished run (no model.safetensors): train it first, or go on with the same command")
     started = time.perf_counter()
     identity, made = artefacts.read_json(folder / "run.json")
-    task, seed, end = ALL_TASKS[identity["task"]], identity["seed"], identity["recipe"]["steps"]
+    task, seed, end = ALL_TASKS[identity["task"]], identity["seed"], made["step"]
     kept = {int(path.stem.removeprefix("step-")): path for path in sorted(folder.glob("step-*.safetensors"))}
     tables: dict[str, list[dict]] = {name: [] for name in TABLES}
     with torch.inference_mode():

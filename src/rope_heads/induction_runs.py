@@ -37,7 +37,7 @@ class Schedule:
     lr: float = 1e-3
     warmup: int = 200
     weight_decay: float = 0.01
-    clip: float = 1.0
+    clip: float = 1.0  # largest gradient norm; 0 = no limit
     length: int = induction.LENGTH
     layers: int = induction.LAYERS
 
@@ -45,6 +45,9 @@ class Schedule:
         for name in ("cap", "every", "batch", "layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("lr", "warmup", "weight_decay", "clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")
         if self.length <= induction.QUERIES_FROM:
             raise ValueError(f"length must be > {induction.QUERIES_FROM}, where attention is read off, got {self.length}")
         if self.after is not None and self.after < 0:
@@ -147,10 +150,10 @@ class ToyRun:
 
     def _update(self, model: Transformer, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
         for group in optimizer.param_groups:
-            group["lr"] = self.schedule.lr * min(1.0, (self.step + 1) / self.schedule.warmup)
+            group["lr"] = self.schedule.lr * min(1.0, (self.step + 1) / max(1, self.schedule.warmup))
         optimizer.zero_grad()
         sum(self._loss(model, tokens)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), self.schedule.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), self.schedule.clip or math.inf)
         optimizer.step()
 
     def _evaluate(self, model: Transformer, tokens: Tensor) -> None:
@@ -219,7 +222,8 @@ class ToyRun:
 def collect(root, data: Path | None = None, schedule: Schedule | None = None, into: str = "toys", add: bool = False) -> dict[str, int]:
     """Joins the finished runs of one schedule under root into data/runs/<into>/{formation,log,heads}.parquet; rows of each table.
 
-    formation: arm, seed, formed (step, inf when censored), steps (trained). Unfinished runs are left out; how many is told in the provenance.
+    formation: arm, seed, formed (step, inf when censored), steps (trained). Unfinished runs are left out; how many is told in the provenance. So are
+    runs with seeds from 100 on, which are for trying out and count for no claim.
     add: runs that are in these tables already stay, as in `runs.collect`.
     """
     if into in ("", ".", "..") or "/" in into or "\\" in into:
@@ -249,6 +253,8 @@ def collect(root, data: Path | None = None, schedule: Schedule | None = None, in
             frame.insert(0, "arm", found["arm"])
             frame.insert(1, "seed", found["seed"])
             parts.append(frame)
+    if not formation:
+        raise ValueError(f"all runs of {root} have seeds from {FIRST_EXCLUDED_SEED} on, which are for trying out and are not collected")
     told = artefacts.provenance(
         "rope-heads toy --collect" + options(schedule) + f" --into {into}" * (into != "toys"), round(sum(made["seconds"] for made in origins), 1), runs=origins, unfinished=unfinished
     )

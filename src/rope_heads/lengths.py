@@ -255,6 +255,8 @@ def measure_run(folder: str | os.PathLike, what: Sequence[str] = ("main",), adde
     wanted = [(name, setting) for name in what for setting in settings(task, name)]
     wanted += [("added", Setting(task.name, "own", "none", tuple(sorted(set(added)))))] * bool(added)
     path, progress = folder / "lengths.parquet", folder / "lengths.part.npz"
+    if not wanted:
+        raise ValueError(f"{' '.join(what) or 'nothing'} measures nothing of task {task.name}: readings are for Letter models, or pass --added")
     table, seconds = _table_of(path, weights)
     for name, setting in wanted:
         same = (table[["inputs", "kind", "change"]] == list(setting[:3])).all(axis=1) if len(table) else pd.Series(dtype=bool)

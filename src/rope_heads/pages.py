@@ -1,7 +1,7 @@
 """From chapters to the site: `build` executes what changed, assembles the pages and lets Jupyter Book render them.
 
 Pages are assembled in _build/source from the executed chapters, rendered into a fresh folder with warnings as errors, and put in place of
-_build/html in one step. Jupyter Book itself executes nothing.
+_build/html when they are whole. Jupyter Book itself executes nothing.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def build(root: Path, mode: str = "quick", only: str | None = None, force: bool 
     """
     folder = root / "_build"
     target = folder / ("preview" if only else "html" if solutions else "html-teaching")
-    reported = folder / ("report.json" if solutions else "report-teaching.json")
+    reported = folder / f"report{'-preview' if only else ''}{'' if solutions else '-teaching'}.json"  # a preview is no build of the book
     report = {"mode": mode, "solutions": solutions, "started": now(), "python": platform.python_version(), "ok": False, "chapters": []}
     with one_at_a_time(folder):
         restore(target)

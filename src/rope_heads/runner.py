@@ -153,7 +153,8 @@ def execute(root: Path, notebook: Path, parameters: dict, limits: Limits, folder
                 said = now
             time.sleep(SAMPLE_EVERY)
     finally:
-        kill(process.pid)
+        if process.poll() is None:  # else its number may be another process's by now
+            kill(process.pid)
         process.wait()
         process.stdin.close()
     try:

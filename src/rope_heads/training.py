@@ -102,10 +102,15 @@ class Run:
         if model.config != self.config:
             raise ValueError(f"{self.final} is another model than this run's: remove the folder to train again")
         reached = artefacts.read_json(self.folder / "run.json")[1]["step"]
-        if reached < self.recipe.steps and self.until is None:
+        if reached < self.recipe.steps and not (self.until and self._accuracy_in_the_end() >= self.until):
             raise ValueError(f"{self.folder} was stopped at step {reached} of {self.recipe.steps} as good enough: pass another folder or remove it")
         self._require_files(reached)
         return model.to(self.device)
+
+    def _accuracy_in_the_end(self) -> float:
+        """Of the worst hop count, at the last evaluation of a finished run."""
+        log = artefacts.read_parquet(self.folder / "log.parquet")[0]
+        return log[log.step == log.step.max()].accuracy.min()
 
     def _require_files(self, reached: int) -> None:
         """A run that is past a step cannot keep its weights or measure it any more."""
