@@ -1,10 +1,12 @@
 """Statistics of the claims about long inputs: hand-made tables whose values are known, and the names that the ledger asks for."""
 
 import math
+from itertools import permutations
 
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from rope_heads import length_statistics as s
 from rope_heads import theory, verdicts
@@ -158,3 +160,14 @@ def test_an_intervention_counts_its_worst_run_and_only_when_it_keeps_the_short_i
     trained = pd.concat([lengths(lambda k, seed: 0.99 - k / 5000, recipe="fast,nope_from=4", seeds=range(3))])
     values = s.length_learnt(frame, trained, ["sharper"])["worst_at_500"]
     assert values == {"sharper (paper)": pytest.approx(0.49), "sharper (fast)": 0.0, "nope_from=4 (fast)": pytest.approx(0.89)}
+
+
+def test_exchanged_runs_against_all_exchanges():
+    """Two recipes of four runs: all 24 * 24 exchanges by hand."""
+    x = pd.Series([1.0, 2, 3, 4, 2, 1, 4, 3], index=[f"{recipe}-{seed}" for recipe in ("paper", "fast,lr=1") for seed in range(4)])
+    y = pd.Series([1.0, 3, 2, 4, 2, 1, 3, 4], index=x.index)
+    ranks = stats.rankdata(y)
+    rho = [np.corrcoef(stats.rankdata(x), [*ranks[list(p)], *ranks[list(q)]])[0, 1] for p in permutations(range(4)) for q in permutations(range(4, 8))]
+    exact = np.mean(np.array(rho) >= rho[0] - 1e-9)
+    assert s.permuted(x, y) == pytest.approx(exact, abs=4 * np.sqrt(exact / 20_000))
+    assert s.permuted(x, y.iloc[::-1].set_axis(x.index)) > 0.3 > s.permuted(x, x)

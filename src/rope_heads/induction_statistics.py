@@ -70,6 +70,12 @@ def not_before(heads: pd.DataFrame, arm: str = "RoPE free") -> tuple[Values, lis
     return {"lag": lag, "no_head_start": start}, without
 
 
+def final_rank(heads: pd.DataFrame, measure: str = "d_head") -> pd.Series:
+    """Percentile of that head's `measure` among the run's heads, at the last evaluation; index: arm, seed."""
+    return pd.Series({key: strongest(run.assign(rank=percentile(run, measure)))["rank"].iloc[-1] for key, run in heads.groupby(["arm", "seed"])}).rename_axis(
+        ["arm", "seed"])
+
+
 def at_the_end(heads: pd.DataFrame) -> pd.DataFrame:
     """The strongest previous-token head of each run at its last evaluation; index: arm, seed."""
     measures = ["layer", "head", "prev", "ind", "dir_frac", "d_head", "rope_imag_frac"]
