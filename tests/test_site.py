@@ -196,6 +196,7 @@ class Visit:
 
     def __init__(self, context, base):
         self.base, self.complaints, self.page = base, [], context.new_page()
+        self.page.set_default_timeout(180_000)  # of a busy machine
         self.page.route("**/*", self.decide)
         self.page.on("console", lambda message: message.type == "error" and self.complaints.append(f"console: {message.text}"))
         self.page.on("pageerror", lambda error: self.complaints.append(f"exception: {error}"))
