@@ -43,7 +43,7 @@ def nothing_kept(root):
 
 def waits_for(file):
     """A line of Python that waits until the file is there."""
-    return f"import pathlib, time; [time.sleep(.05) for i in range(6000) if not pathlib.Path({str(file)!r}).exists()]"
+    return f"import pathlib, time; wait = [time.sleep(.05) for i in range(6000) if not pathlib.Path({str(file)!r}).exists()]"
 
 
 def look_for(megabytes, file, monkeypatch):
