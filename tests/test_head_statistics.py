@@ -82,6 +82,22 @@ def test_purity_is_asked_of_good_runs_only(both):
         head_statistics.heads_number(pd.concat((runs, both)))
 
 
+def test_other_shapes_count_heads_of_runs_that_learnt_and_not_the_papers_shape():
+    def run(task, seed, kinds, recipe):
+        return pd.concat([heads({layer: (kind, 0.5, 1.0)}, task, seed, recipe).assign(head=head) for layer, row in enumerate(kinds) for head, kind in enumerate(row)])
+
+    two = "fast,heads=2,layers=2"
+    runs = pd.concat((run("number", 0, [[POSITIONAL, MIXED], [SYMBOLIC, POSITIONAL]], two), run("letter", 0, [[SYMBOLIC, MIXED], [SYMBOLIC, SYMBOLIC]], two),
+                      run("letter", 1, [[POSITIONAL, MIXED], [SYMBOLIC, SYMBOLIC]], two), run("letter", 0, [[SYMBOLIC]] * 12, "fast,dropout=0.1"),
+                      run("letter", 0, [[POSITIONAL], [SYMBOLIC]], "fast,layers=2")))  # fmt: skip
+    learnt, not_learnt = ([(0.1, 0.1)] * 3 + [end] for end in ((1.0, 0.97), (1.0, 0.95)))
+    tables = pd.concat([accuracy(not_learnt if (task, seed) == ("letter", 1) else learnt, task, seed, recipe)
+                        for recipe, task, seed in runs[["recipe", "task", "seed"]].drop_duplicates().itertuples(index=False)])  # fmt: skip
+    values = head_statistics.other_shapes(tables, runs)
+    assert values == {"number_positional": {"2 x 2-0": 2}, "letter_positional": {"2 x 1-0": 1, "2 x 2-0": 0}, "letter_symbolic": {"2 x 1-0": 0.5, "2 x 2-0": 0.75}}
+    assert set(values) == needed("own-other-shapes")
+
+
 def test_frequency_of_pure_layers(both):
     values = head_statistics.frequency(both)
     assert values == {"positional": {"0": 2.5}, "number": {"0": 39.0}, "letter": {"0": 38.0}} and set(values) == needed("P1-frequency")

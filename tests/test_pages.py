@@ -42,6 +42,25 @@ def test_a_book_without_solutions_opens_no_chapter_elsewhere(built):
     assert holding(folder / "html/book", "colab.research.google.com") and not holding(folder / "html-teaching/book", "colab.research.google.com")
 
 
+GOOD = {"ok": True, "mode": "quick", "started": "2026-01-01", "chapters": [{"parameters": {"mode": "quick"}}]}
+
+
+@pytest.mark.parametrize("report, preview, why", [
+    (None, GOOD, "there is no build yet"),
+    (GOOD | {"ok": False}, None, "the last build failed"),
+    (GOOD | {"mode": "full"}, None, "the last build was made in mode full"),
+    (GOOD | {"chapters": [{"parameters": {"mode": "quick", "steps": 3}}]}, None, "the last build was made with --parameter"),
+    (GOOD, GOOD | {"mode": "full", "started": "2026-01-02"}, "the preview since then was made in mode full"),
+    (GOOD, GOOD | {"mode": "full", "started": "2025-12-31"}, None),
+    (GOOD, None, None),
+])  # fmt: skip
+def test_only_values_of_a_whole_quick_build_are_frozen(tmp_path, report, preview, why):
+    for name, content in (("report", report), ("report-preview", preview)):
+        if content:
+            pages.write_report(tmp_path / f"{name}.json", content)
+    assert pages.not_to_freeze(tmp_path) == why
+
+
 def test_a_book_without_solutions_leaves_the_usual_build_alone(built, capfd):
     folder, before = built
     now = content(folder / "html") | content(folder / "executed")

@@ -19,7 +19,8 @@ CHAPTERS_IN_BOOK = {path.stem for path in (repository() / "book").glob("*.ipynb"
 TABLE = {"mechanistic_metrics": "runs/paper/mechanism.parquet", "training_dynamics": "runs/paper/accuracy.parquet", "rope_fingerprints": "runs/toys/formation.parquet",
          "length_generalization": "runs/lengths/lengths.parquet"}  # what a claim of the chapter that is still open waits for  # fmt: skip
 TABLE_OF_CLAIM = {"own-shortcut-used": "runs/letter_12/audit.parquet", "own-debiased-letter": "runs/letter_12/lengths.parquet",
-                  "own-number-64": "runs/number_64/lengths.parquet", "own-length-learnt": "runs/interventions/lengths.parquet"}  # fmt: skip
+                  "own-number-64": "runs/number_64/lengths.parquet", "own-length-learnt": "runs/interventions/lengths.parquet",
+                  "own-other-shapes": "runs/variants/heads.parquet"}  # fmt: skip
 
 FAST_CHANGED = {"own-letter-dilution": ("change", "sharper"), "own-copies-by-value": ("kind", "own/repeat"),
                 "own-number-window": ("change", "windowed")}  # rows of recipe fast that decide; fmt: skip

@@ -22,6 +22,9 @@ def book(arguments) -> int:
     if arguments.freeze_values:
         from rope_heads import scorecard
 
+        reason = pages.not_to_freeze(root / "_build")
+        if reason:
+            raise argparse.ArgumentTypeError(f"--freeze-values: {reason}; run `rope-heads book` first")
         frozen = scorecard.freeze(root / "_build" / "values", [notebook.stem for notebook in contents.chapters(root)])
         print(f"data/values now holds what these chapters recorded last: {', '.join(frozen) or 'none'}")
         return 0

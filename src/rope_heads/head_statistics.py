@@ -109,6 +109,23 @@ def purity_necessary(tests: pd.DataFrame, heads: pd.DataFrame, least: float = 0.
     return values
 
 
+def other_shapes(accuracy: pd.DataFrame, heads: pd.DataFrame, least: float = 0.98) -> Values:
+    """own-other-shapes, one value a run ("6 x 1-0": layers x heads, seed). Runs of the paper's shape, and those whose last accuracy is below `least`,
+    are left out."""
+    last = at_the_end(accuracy).groupby(RUN).accuracy.mean()
+    values: Values = {"number_positional": {}, "letter_positional": {}, "letter_symbolic": {}}
+    for (recipe, task, seed), run in pure_layers(heads).groupby(RUN):
+        shape = run.layer.nunique(), run["head"].nunique()
+        if shape == (12, 1) or last[recipe, task, seed] < least:
+            continue
+        label, kinds = f"{shape[0]} x {shape[1]}-{seed}", run.kind
+        if f"{task}_positional" in values:
+            values[f"{task}_positional"][label] = float((kinds == "positional").sum())
+        if task == "letter":
+            values["letter_symbolic"][label] = float((kinds == "symbolic").mean())
+    return values
+
+
 def frequency(heads: pd.DataFrame) -> Values:
     """P1-frequency. A run without pure symbolic layers gives nan there, which the ledger has no rule for."""
     end = at_the_end(heads).merge(pure_layers(heads)[[*RUN, "layer", "head", "kind"]], on=[*RUN, "layer", "head"])

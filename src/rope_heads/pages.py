@@ -69,6 +69,26 @@ def unlike_frozen(values: Path, names: list[str]) -> list[str]:
     return scorecard.differences(recorded, frozen)
 
 
+def not_to_freeze(folder: Path) -> str | None:
+    """Why the values that lie in the build folder must not become the frozen ones; None when they may. A preview since the last build counts."""
+    reports = {}
+    for name in ("report", "report-preview"):
+        with contextlib.suppress(OSError, ValueError):
+            reports[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    if "report" not in reports:
+        return "there is no build yet"
+    preview = reports.get("report-preview")
+    newer = [preview] if preview and preview["started"] > reports["report"]["started"] else []
+    for what, report in zip(("the last build", "the preview since then"), [reports["report"], *newer], strict=False):
+        if not report["ok"]:
+            return f"{what} failed"
+        if report["mode"] != "quick":
+            return f"{what} was made in mode {report['mode']}"
+        if any(set(record["parameters"]) - {"mode"} for record in report["chapters"]):
+            return f"{what} was made with --parameter"
+    return None
+
+
 def execute_changed(root: Path, report: dict, only: str | None, force: bool, minutes: float | None, extra: dict) -> Path:
     """Executes what is not up to date, or `only` one chapter, and adds a record a chapter to the report; returns the folder they lie in."""
     notebooks, parameters = contents.chapters(root), runner.parameters_of(report["mode"], extra)

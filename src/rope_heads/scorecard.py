@@ -8,14 +8,13 @@ values anew each time it executes. A claim without values, or with fewer runs th
 import html
 import json
 import math
-import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pandas as pd
 
 from rope_heads import verdicts
-from rope_heads.artefacts import data_folder, data_path
+from rope_heads.artefacts import data_folder, data_path, write_bytes
 from rope_heads.claims import FAILS, HOLDS, LIMIT, OPEN, UNTESTED, Ledger, Values, Verdict, judge, read_ledger, regions
 from rope_heads.verdicts import judge_known
 
@@ -49,7 +48,7 @@ def freeze(values_folder: Path, chapters: Collection[str]) -> list[str]:
     paths = [path for path in sorted(values_folder.glob("*.json")) if path.stem in chapters]
     (data_folder() / "values").mkdir(parents=True, exist_ok=True)
     for path in paths:
-        shutil.copyfile(path, data_folder() / "values" / path.name)
+        write_bytes(data_folder() / "values" / path.name, path.read_bytes())
     return [path.stem for path in paths]
 
 
@@ -64,7 +63,7 @@ def regenerates(claim: Mapping) -> str:
     runs, chapter = claim["runs"], claim["chapter"]
     if runs.get("recipe") == "toy":
         return "snakemake -c2 toys"
-    if any("12-letter" in task or "64 letters" in task for task in runs.get("tasks", [])):
+    if "other shapes" in runs.get("recipe", "") or any("12-letter" in task or "64 letters" in task for task in runs.get("tasks", [])):
         return "snakemake -c2 audit"
     if chapter == "length_generalization" and claim["id"] != "own-planes-causal":  # which needs no long input: it rests on a table of `paper`
         return "snakemake -c2 lengths"
