@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rope_heads import solvers
 from rope_heads.audit_tasks import ALL_TASKS, LETTER_12, LETTER_12_DEBIASED, NUMBER_64, DebiasedLetterTask, conflicts
-from rope_heads.tasks import PREFIX_KINDS, QUERY, TASKS, WINDOW, LetterTask
+from rope_heads.tasks import PREFIX_KINDS, QUERY, TASKS, WINDOW, LetterTask, NumberTask
 
 
 def counts_of_window(task, tokens):
@@ -137,6 +137,9 @@ def test_conflicts_pit_hops_against_counts(task, hops):
 def test_few_letters_are_refused():
     with pytest.raises(ValueError, match="letters must be >= 12"):
         DebiasedLetterTask("x", key=99, letters=11)
+    for task, letters in ((DebiasedLetterTask, 27), (LetterTask, 27), (LetterTask, 1), (NumberTask, 703), (NumberTask, 0)):
+        with pytest.raises(ValueError, match=f"letters must be between .*, got {letters}"):
+            task("x", key=99, letters=letters)
     with pytest.raises(ValueError, match="at least 8 letters"):
         conflicts(LetterTask("x", key=99, letters=7), 5, None, np.random.default_rng(0))
 

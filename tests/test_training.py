@@ -57,15 +57,19 @@ def test_same_seed_same_weights_other_seed_other_weights(tmp_path):
     assert not torch.equal(first, weights(start(tmp_path / "c", seed=1).train()))
 
 
+def stop_at(step, run, monkeypatch):
+    """Trains until the step, as if interrupted there."""
+    update = run._update
+    monkeypatch.setattr(run, "_update", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt) if run.step == step else update(*a))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+
+
 def test_stopped_at_any_evaluation_it_goes_on_to_the_same_weights_and_log(tmp_path, monkeypatch):
     whole = weights(start(tmp_path / "whole").train())
     for stop in (12, 20, 29):
         folder = tmp_path / f"stopped-{stop}"
-        run = start(folder)
-        update = run._update
-        monkeypatch.setattr(run, "_update", lambda *a, r=run, u=update, s=stop: (_ for _ in ()).throw(KeyboardInterrupt) if r.step == s else u(*a))
-        with pytest.raises(KeyboardInterrupt):
-            run.train()
+        stop_at(stop, start(folder), monkeypatch)
         again = start(folder)
         assert torch.equal(weights(again.train()), whole)
         logs = [artefacts.read_parquet(tmp_path / name / "log.parquet")[0] for name in ("whole", folder.name)]
@@ -118,6 +122,15 @@ def test_measures_are_called_at_every_evaluation_and_survive_a_resume(tmp_path):
     start(tmp_path, measure=lambda model, step: [{"step": step, "norm": float(model.embedding.weight.norm())}]).train()
     table = artefacts.read_parquet(tmp_path / "measures.parquet")[0]
     assert table.step.tolist() == [0, 10, 20, 30] and table.norm.nunique() == 4
+
+
+def test_a_run_begun_with_measures_goes_on_with_them_only(tmp_path, monkeypatch):
+    measure = lambda model, step: [{"step": step}]  # noqa: E731
+    stop_at(12, start(tmp_path, measure=measure), monkeypatch)
+    with pytest.raises(ValueError, match="was begun with --measure: pass it again"):
+        start(tmp_path).train()
+    start(tmp_path, measure=measure).train()
+    assert artefacts.read_parquet(tmp_path / "measures.parquet")[0].step.tolist() == [0, 10, 20, 30]
 
 
 def test_it_stops_when_every_hop_count_is_good_enough(tmp_path, monkeypatch):
@@ -311,7 +324,7 @@ def test_model_settings_of_a_wrong_kind_are_named():
     for bad in ({"nope_from": "four"}, {"nope_from": 4.0}, {"planes": 16}, {"layers": True}, {"base": "big"}):
         with pytest.raises(ValueError, match=f"{next(iter(bad))} must be of type"):
             configured(SHORT, bad)
-    with pytest.raises(ValueError, match="'vocab_size' is no part of a recipe"):
+    with pytest.raises(ValueError, match="'vocab_size' is no part of a recipe .* nor of a model .*layers"):
         configured(SHORT, {"vocab_size": 5})
 
 

@@ -68,6 +68,12 @@ def test_runs_are_joined_with_their_provenance(tmp_path):
     with pytest.raises(ValueError, match="not finished: tiny/number-1"):
         runs.collect(tmp_path / "runs", ["tiny"], "small", tmp_path / "data")
     assert runs.collect(tmp_path / "runs", ["tiny"], "small", tmp_path / "data", partial=True)["accuracy"] == 36
+    (tmp_path / "runs" / "tiny" / "number-9").mkdir()
+    (tmp_path / "runs" / "tiny" / "number-9" / "run.json").write_text((tmp_path / "runs" / "tiny" / "number-1" / "run.json").read_text())
+    assert runs.collect(tmp_path / "runs", ["tiny"], "small", tmp_path / "data", partial=True)["accuracy"] == 36, "a run that has just begun"
+    with pytest.raises(ValueError, match="no run of tiny in .* has been evaluated yet"):
+        runs.collect(tmp_path / "runs", ["tiny"], "small", tmp_path / "data", partial=True, seeds=[9])
+    (tmp_path / "runs" / "tiny" / "number-9" / "run.json").unlink()
     for into, recipes in (("../out", ["tiny"]), ("small", ["../tiny"]), ("", ["tiny"]), ("small", [str(tmp_path)])):
         with pytest.raises(ValueError, match="single folder names"):
             runs.collect(tmp_path / "runs", recipes, into, tmp_path / "data")

@@ -31,6 +31,7 @@ class DebiasedLetterTask(LetterTask):
     letters: int = 12
 
     def __post_init__(self):
+        super().__post_init__()
         if self.letters < WINDOW + MAX_HOPS:
             raise ValueError(
                 f"letters must be >= {WINDOW + MAX_HOPS}: eight in the target window, three on the chain, one more; got {self.letters}"

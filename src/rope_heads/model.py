@@ -60,12 +60,13 @@ class Config:
             object.__setattr__(self, "mlp", 4 * self.width)
         if self.rotary_dim is None:
             object.__setattr__(self, "rotary_dim", self.d_head if self.positions == "rope" else 0)
+        for name, known in {"positions": POSITIONS, "pairing": PAIRINGS, "planes": PLANES}.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.positions == "learned" and not self.context:
             raise ValueError("learned positions need context, the longest input: pass Config(context=...)")
-        if self.planes not in PLANES:
-            raise ValueError(f"planes must be one of {PLANES}, got {self.planes!r}")
         if self.nope_from is not None and not 0 <= self.nope_from <= self.layers:
             raise ValueError(f"nope_from must be between 0 and {self.layers}, the number of layers, got {self.nope_from}")
         if self.positions != "rope" and (self.planes != "all" or self.nope_from is not None):

@@ -54,13 +54,21 @@ RECIPES = {
 }
 
 
+NOT_SET = ("vocab_size", "dropout", "drop_embeddings")  # parts of `Config` that follow from the task and the recipe
+
+
 def configured(recipe: Recipe, changes: dict[str, object]) -> tuple[Recipe, dict]:
     """Recipe and changes to `Config` from changes to either; the recipe's name says all of them."""
     kinds = {f.name: next(t for t in typing.get_args(f.type) or (f.type,) if t is not type(None)) for f in dataclasses.fields(Config)}
-    model = {name: value for name, value in changes.items() if name in kinds and name not in ("vocab_size", "dropout", "drop_embeddings")}
+    model = {name: value for name, value in changes.items() if name in kinds and name not in NOT_SET}
     for name, value in model.items():
         if type(value) is not kinds[name] and not (kinds[name] is float and type(value) is int):
             raise ValueError(f"{name} must be of type {kinds[name].__name__}, got {value!r}")
+    parts = [field.name for field in dataclasses.fields(Recipe) if field.name != "name"]
+    unknown = sorted(set(changes) - set(model) - set(parts))
+    if unknown:
+        of_the_model = [name for name in kinds if name not in NOT_SET]
+        raise ValueError(f"{unknown[0]!r} is no part of a recipe ({', '.join(parts)}) nor of a model ({', '.join(of_the_model)})")
     recipe = changed(recipe, {name: value for name, value in changes.items() if name not in model})
     return dataclasses.replace(recipe, name=",".join([recipe.name, *(f"{k}={v}" for k, v in sorted(model.items()))])), model
 

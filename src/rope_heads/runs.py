@@ -47,6 +47,10 @@ def collect(runs: Path, recipes: list[str], into: str, data: Path | None = None,
     if empty:
         raise ValueError(f"{runs} holds no runs of {', '.join(empty)}{' with these tasks and seeds' * bool(tasks or seeds)}: train some first (rope-heads train --recipe ...)")
     folders = [folder for found in by_recipe.values() for folder in found]
+    if partial:  # a run that has just begun has nothing yet
+        folders = [folder for folder in folders if (folder / "log.parquet").exists()]
+        if not folders:
+            raise ValueError(f"no run of {', '.join(recipes)} in {runs} has been evaluated yet: wait for its first log.parquet")
     unfinished = [str(folder.relative_to(runs)) for folder in folders if not (folder / "model.safetensors").exists()]
     if unfinished and not partial:
         raise ValueError(f"runs not finished: {', '.join(unfinished)}; run the same command again, it goes on where it stopped")

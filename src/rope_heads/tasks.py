@@ -216,6 +216,10 @@ class NumberTask(Task):
 
     letters: int = 120
 
+    def __post_init__(self):
+        if not 1 <= self.letters <= 26 + 26**2:
+            raise ValueError(f"letters must be between 1 and {26 + 26**2}, names of one or two letters, got {self.letters}")
+
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:
         names = list(ascii_lowercase) + ["".join(pair) for pair in product(ascii_lowercase, repeat=2)]
@@ -262,6 +266,10 @@ class LetterTask(Task):
     proper: bool = False
     letters: int = 8
     digits: int = 8
+
+    def __post_init__(self):
+        if not 2 <= self.letters <= 26 or self.digits < 1:
+            raise ValueError(f"letters must be between 2 and 26 and digits >= 1, got {self.letters} and {self.digits}")
 
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:

@@ -247,6 +247,8 @@ class Run:
         tensors, metadata = artefacts.read_tensors(self.checkpoint)
         if metadata.get("identity") != json.dumps(self.identity):
             raise ValueError(f"{self.checkpoint} is no checkpoint of this run: remove it to start the run again")
+        if json.loads(metadata["rows"])[1] and self.measure is None:
+            raise ValueError(f"{self.folder} was begun with --measure: pass it again, or remove the folder to train without")
         self.step, self.seconds = int(metadata["step"]), float(metadata["seconds"])
         model.load_state_dict({name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
         state = {}
