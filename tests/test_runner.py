@@ -71,6 +71,13 @@ def test_a_chapter_runs_in_its_own_folder_with_one_thread_and_its_record_tells_w
     assert json.loads((tmp_path / "_build/executed/one.json").read_text()) == record
 
 
+def test_a_chapter_reads_what_its_metadata_name_and_nothing_else(tmp_path):
+    cells = ["from rope_heads.artefacts import data_path", "data_path('published/claims.toml').stem", "data_path('published_2')"]
+    (tmp_path / "data" / "published").mkdir(parents=True)
+    with pytest.raises(runner.ChapterError, match="cell 5 raised ValueError: this chapter reads data/published_2, which its metadata do not name"):
+        execute(tmp_path, book(tmp_path, *cells, rope_heads={"reads": ["published"]}))
+
+
 def test_memory_counts_child_processes(tmp_path, monkeypatch):
     child = "block = b'x' * 300_000_000; " + waits_for(tmp_path / "seen")
     look_for(300, tmp_path / "seen", monkeypatch)

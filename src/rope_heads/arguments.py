@@ -192,7 +192,7 @@ def build_parser() -> argparse.ArgumentParser:
         "symbolic scores and the phase ablation of every head. For smollm2 about 10 minutes on an idle core without the phase ablation, "
         "half an hour with it; what it has done lies in runs/INTO and is not done again. For whisper 2 minutes. "
         "List the new tables with `rope-heads check-data --update`.")
-    command.add_argument("--model", required=True, help="smollm2 or whisper (installed with the package), a hub name, a folder or a GGUF file")
+    command.add_argument("--model", required=True, help="smollm2 or whisper (installed with the package), a hub name, a folder, a GGUF file or a Whisper model.bin of CTranslate2")
     command.add_argument("--into", required=True, metavar="NAME", help="name of the folder under data/runs")
     command.add_argument("--revision", help="revision of a model of the hub, such as step1000")
     command.add_argument("--only", metavar="TABLE", nargs="+", default=[], help="default: all tables that the model can have")

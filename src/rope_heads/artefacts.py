@@ -15,6 +15,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent
 UNLISTED = {"README.md", "manifest.json"}  # the two files of data/ that describe the others
 RELEASE = "https://raw.githubusercontent.com/position-or-symbol/position-or-symbol"  # then the tag
+READS = "ROPE_HEADS_READS"  # environment variable of a chapter that is executed for the book: the parts of data/ that it may read, as JSON
 VERSIONED = ("rope-heads", "torch", "numpy")  # packages whose version goes into the provenance of a table
 
 
@@ -34,8 +35,12 @@ def data_path(name: str) -> Path:
     """Path of a file or folder of data/, named as in the repository without the leading data/ (`published/curves.json`).
 
     Outside a checkout (Colab) what the wheel does not carry is fetched from the release and kept in the user's cache folder; every file must have
-    the sha256 of the manifest that came with the wheel. FileNotFoundError when there is no such file, or no network.
+    the sha256 of the manifest that came with the wheel. FileNotFoundError when there is no such file, or no network. While the book executes a
+    chapter, ValueError for what its metadata do not name: a chapter is executed again when what it names has changed, so it must name all.
     """
+    declared = json.loads(os.environ.get(READS, '["."]'))
+    if not any(part in (".", name) or name.startswith(f"{part}/") for part in declared):
+        raise ValueError(f"this chapter reads data/{name}, which its metadata do not name: add it to rope_heads.reads")
     path = data_folder() / name
     if path.exists():
         return path

@@ -50,8 +50,8 @@ def chapters(root: Path) -> list[Path]:
     return [path for page in pages(root) if (path := root / f"{page}.ipynb").is_file()]
 
 
-def files_read(root: Path, notebook: Path) -> list[Path]:
-    """Files of data/ a chapter depends on: those its metadata name (`rope_heads: {"reads": ["published"]}`), all of data/ otherwise."""
+def reads(notebook: Path) -> list[str]:
+    """What of data/ a chapter depends on: files and folders that its metadata name (`rope_heads: {"reads": ["published"]}`), else all of it (".")."""
     try:
         metadata = json.loads(notebook.read_text(encoding="utf-8"))["metadata"]
         names = metadata.get("rope_heads", {}).get("reads", ["."])
@@ -59,8 +59,13 @@ def files_read(root: Path, notebook: Path) -> list[Path]:
         raise ChapterError(f"{notebook.stem}: {notebook.name} is not a notebook ({type(error).__name__}: {error})") from None
     if not isinstance(names, list) or not all(isinstance(name, str) and ".." not in name and not Path(name).is_absolute() for name in names):
         raise ChapterError(f"{notebook.stem}: its metadata rope_heads.reads must be a list of names in data/, got {names!r:.100}")
+    return names
+
+
+def files_read(root: Path, notebook: Path) -> list[Path]:
+    """Files of data/ a chapter depends on."""
     found = []
-    for name in names:
+    for name in reads(notebook):
         path = root / "data" / name
         if not path.exists():
             raise ChapterError(f"{notebook.stem}: its metadata say that it reads data/{name}, which is not there")

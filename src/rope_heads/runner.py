@@ -19,8 +19,8 @@ import threading
 import time
 from pathlib import Path
 
-from rope_heads.artefacts import sha256, write_bytes
-from rope_heads.contents import ChapterError, files_read, without_solutions
+from rope_heads.artefacts import READS, sha256, write_bytes
+from rope_heads.contents import ChapterError, files_read, reads, without_solutions
 
 MODES = ("quick", "full")
 MINUTES = {"quick": 30, "full": 48 * 60}  # default limit of a cell; a chapter may take twice that
@@ -135,13 +135,15 @@ def execute(root: Path, notebook: Path, parameters: dict, limits: Limits, folder
     for old in (progress, result, Path(job["output"])):
         old.unlink(missing_ok=True)
     write_bytes(work / "job.json", json.dumps(job).encode())
+    declared = {READS: json.dumps(reads(notebook))} if parameters.get("mode", "quick") == "quick" else {}  # mode full makes its data itself
     values = build / "values" / f"{name}.json"  # what the chapter measures for the ledger: `verdicts.record` writes it
     values.unlink(missing_ok=True)
     log = work / "log.txt"
     started, peak, said = time.monotonic(), 0.0, time.monotonic()
     with open(log, "wb") as output:
         process = subprocess.Popen([sys.executable, "-m", "rope_heads.runner", str(work)], stdin=subprocess.PIPE, stdout=output,
-                                   stderr=subprocess.STDOUT, env=environment(build), cwd=notebook.parent, start_new_session=True)
+                                   stderr=subprocess.STDOUT, cwd=notebook.parent,
+                                   env=environment(build) | declared, start_new_session=True)
     try:
         while process.poll() is None:
             peak = max(peak, memory(process.pid))
