@@ -175,7 +175,7 @@ AUDIT = {
     "number_64": ({"fast": "number_64"}, "0-4", "accuracy heads lengths"),  # as many answers as Letter has
     "variants": ({name: "number,letter" for name in ("paper,lr=0.001", "fast,dropout=0.1", "fast,heads=4,layers=2", "fast,heads=2,layers=4", "fast,layers=6")},
                  "0-2", "accuracy heads"),
-    "two_layers_letter_12": ({"fast,heads=4,layers=2": "letter_12_debiased"}, "0-4", "accuracy"),  # hops that cannot be counted
+    "two_layers_letter_12": ({"fast,heads=4,layers=2": "letter_12,letter_12_debiased"}, "0-4", "accuracy audit"),  # hops that can be counted, and not
     "two_layers_number": ({"fast,steps=8000,heads=4,layers=2": "number"}, "0-2", "accuracy heads"),  # more of the training that was not enough
 }
 AUDIT_TASKS = "letter_12|letter_12_debiased|number_64"

@@ -162,7 +162,7 @@ def test_the_audit_trains_at_most_sixty_models_and_measures_what_its_claims_read
     code, said = snakemake(checkout, "-n", "-p", "audit", config=["recipe=paper", "set=", "into=paper"])
     assert code == 0, said
     trained = [line.split(" train ")[1].split(" --runs")[0] for line in said.splitlines() if " train --task" in line]
-    assert len(set(trained)) == len(trained) == 15 + 30 + 5 + 3 and all("--measure" in line for line in trained)
+    assert len(set(trained)) == len(trained) == 15 + 30 + 10 + 3 and all("--measure" in line for line in trained)
     assert "--task letter_12_debiased --recipe fast --seed 4 --measure" in trained
     assert "--task number --recipe fast --seed 2 --set heads=4 --set layers=2 --measure" in trained
     assert said.count(" lengths --run") == 15 and said.count(" collect --recipe") == 5
